@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TorchBackend: what the backends on torch share. Groups and meshes are torch's own.
+
+The handle of a mesh is torch's DeviceMesh, so both sides use the same process groups.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from hyper_parallel.backends._torch.communicator import TorchCommunicator
+from hyper_parallel.backends._torch.dtypes import DtypeSupport
+from hyper_parallel.backends._torch.ops import TorchOps
+from hyper_parallel.backends._torch.world import start_world
+from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
+from hyper_parallel.errors import BackendError, LayoutError, describe
+from hyper_parallel.runtime.interface import ArrayOps, Capabilities
+from hyper_parallel.runtime.mesh import DeviceMesh
+
+__all__ = ["TorchBackend"]
+
+
+class TorchBackend:
+    """One device type of torch with one collective library.
+
+    A backend sets the class attributes and `_missing`. It holds no process group: those are looked
+    up where they are used, so nothing is stale after the default group was made anew.
+    """
+
+    name: str
+    device_type: str
+    library: str
+    capabilities: Capabilities
+    dtypes: DtypeSupport
+    ops: ArrayOps = TorchOps()
+
+    def __init__(self) -> None:
+        # By identity of the torch mesh: it is alive as long as our mesh, whose handle it is.
+        self._wrapped: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+    def unavailable(self) -> str | None:
+        """Say why this backend cannot be used here, or None."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if not dist.is_available():
+                    return "torch was built without distributed; install a build that has it"
+                return self._missing()
+        except Exception as error:  # a broken driver may raise anything
+            return f"{type(error).__name__}: {error}"
+
+    def _missing(self) -> str | None:
+        """Say what is missing and what to do, or None; may raise."""
+        raise NotImplementedError
+
+    def start(self, mesh: AbstractMesh) -> None:
+        """Start the default process group if there is none, and choose the current device."""
+        del mesh
+        start_world(self.device_type, self.library)
+
+    def rank(self) -> int:
+        """Give this process's global rank."""
+        return dist.get_rank()
+
+    def world_size(self) -> int:
+        """Give the number of ranks in the world."""
+        return dist.get_world_size()
+
+    def prepare(self, mesh: AbstractMesh) -> TorchMesh:
+        """Make torch's mesh with its groups; collective over the world."""
+        handle = TorchMesh(
+            self.device_type, _index_tensor(mesh), mesh_dim_names=mesh.mesh_dim_names
+        )
+        if isinstance(mesh, DeviceMesh):
+            self._wrapped[id(handle)] = mesh
+        return handle
+
+    def group(self, handle: TorchMesh, axis: int) -> dist.ProcessGroup:
+        """Give torch's process group of one axis."""
+        return handle.get_group(axis)
+
+    def slice_handle(self, handle: TorchMesh, names: tuple[str, ...]) -> TorchMesh:
+        """Give torch's submesh, with the axes in any order; makes no group."""
+        own = handle.mesh_dim_names or ()
+        axes = [own.index(name) for name in names]
+        try:
+            return handle[names]
+        except KeyError:  # torch slices in ascending order only, and not every axis of size 1
+            ranks = _slice(handle, axes)
+            groups = [handle.get_group(axis) for axis in axes]
+            return TorchMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
+
+    def flatten_handle(self, handle: TorchMesh, name: str) -> TorchMesh:
+        """Give a 1-axis torch mesh over all ranks of `handle`; collective over those ranks.
+
+        Raises:
+            BackendError: the default group was started with `device_id`, and the group would have
+                to be split from it on every rank of the world.
+        """
+        ranks = handle.mesh.flatten()
+        group = handle.get_group(0) if handle.ndim == 1 else _joint_group(ranks.tolist(), name)
+        return TorchMesh.from_group([group], self.device_type, ranks, mesh_dim_names=(name,))
+
+    def adopt_groups(
+        self,
+        group: Any,
+        device_type: str,
+        mesh: Any,
+        mesh_dim_names: tuple[str, ...] | None,
+    ) -> tuple[AbstractMesh, TorchMesh]:
+        """Describe process groups that exist already as a mesh and torch's mesh on them.
+
+        Raises:
+            LayoutError: `mesh` is missing for several groups, or does not list a group's ranks.
+        """
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
+        if mesh is None and len(groups) == 1:
+            mesh = dist.get_process_group_ranks(groups[0])
+        if mesh is None:
+            text = "mesh must be given for several groups"
+            raise LayoutError(
+                describe("from_group", text, "Pass the ranks, one axis per group", mesh=mesh)
+            )
+        shape, ranks = nested_ranks(mesh)
+        abstract = AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=mesh_dim_names)
+        _check_groups(abstract, groups)
+        handle = TorchMesh.from_group(
+            groups, device_type, _index_tensor(abstract), mesh_dim_names=abstract.axis_names
+        )
+        return abstract, handle
+
+    def wrap_mesh(self, torch_mesh: TorchMesh) -> DeviceMesh:
+        """Give our mesh on the groups of a torch mesh; the same one while it is in use."""
+        found = self._wrapped.get(id(torch_mesh))
+        if found is None:
+            shape, ranks = nested_ranks(torch_mesh.mesh)
+            names = torch_mesh.mesh_dim_names
+            abstract = AbstractMesh(
+                torch_mesh.device_type, shape, ranks=ranks, mesh_dim_names=names
+            )
+            found = DeviceMesh.attached(abstract, self, torch_mesh)
+            self._wrapped[id(torch_mesh)] = found
+        return found
+
+    def communicator(self, mesh: AbstractMesh, handle: TorchMesh, axis: int) -> TorchCommunicator:
+        """Give the collectives of one axis for this rank."""
+        return TorchCommunicator(
+            handle.get_group(axis),
+            mesh.group_ranks(axis, rank=dist.get_rank()),
+            self.device_type,
+            dtypes=self.dtypes,
+            uneven=self.capabilities.uneven_gather,
+        )
+
+    def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
+        """Give the mesh's ranks as an int32 CPU tensor, as torch's `mesh.mesh`."""
+        return _index_tensor(mesh)
+
+    def device(self) -> torch.device:
+        """Give the device that this rank's tensors live on."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        module = torch.get_device_module(self.device_type)
+        return torch.device(self.device_type, module.current_device())
+
+
+def _index_tensor(mesh: AbstractMesh) -> torch.Tensor:
+    return torch.tensor(nest_ranks(mesh.ranks, mesh.shape), dtype=torch.int, device="cpu")
+
+
+def _slice(handle: TorchMesh, axes: Sequence[int]) -> torch.Tensor:
+    """Give the ranks over `axes`, in that order, at this rank's place on the other axes."""
+    place = handle.get_coordinate()
+    assert place is not None
+    other = [axis for axis in range(handle.ndim) if axis not in axes]
+    ranks = handle.mesh.permute(*other, *axes)
+    return ranks[tuple(place[axis] for axis in other)].contiguous()
+
+
+def _joint_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+    """Give a group of `ranks`, made by these ranks alone; the default group if it is all."""
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    if len(ranks) == dist.get_world_size():
+        return world
+    if world.bound_device_id is not None:
+        raise BackendError(
+            describe(
+                "flatten",
+                "the default process group must not be bound to a device",
+                "Make the flat mesh with DeviceMesh on every rank, or start the default group"
+                " without device_id",
+                device_id=str(world.bound_device_id),
+            )
+        )
+    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"mesh_{name}")
+    return cast(dist.ProcessGroup, group)
+
+
+def _check_groups(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> None:
+    rank = dist.get_rank()
+    found = [sorted(dist.get_process_group_ranks(group)) for group in groups]
+    wanted = [sorted(mesh.group_ranks(axis, rank=rank)) for axis in range(mesh.ndim)]
+    if found != wanted:
+        raise LayoutError(
+            describe(
+                "from_group",
+                f"mesh must list the ranks of each group along its axis ({found})",
+                "Pass one axis per group, in the same order",
+                mesh=nest_ranks(mesh.ranks, mesh.shape),
+            )
+        )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TorchOps: the local operations of a plan on torch tensors; none records a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.errors import BackendError, describe
+
+__all__ = ["TorchOps"]
+
+
+class TorchOps:
+    """ArrayOps on plain torch tensors.
+
+    Inputs that ask for a gradient are detached first, so that grad mode does not matter.
+    """
+
+    __slots__ = ()
+
+    def narrow(self, x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+        """View `length` entries of `dim` from `start`."""
+        return _plain(x).narrow(dim, start, length)
+
+    def cat(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """Concatenate into a new contiguous tensor."""
+        return torch.cat([_plain(part) for part in parts], dim).contiguous()
+
+    def movedim(self, x: torch.Tensor, src: int, dst: int) -> torch.Tensor:
+        """View `x` with dim `src` at `dst`; `x` itself if nothing moves."""
+        return x if src == dst else _plain(x).movedim(src, dst)
+
+    def reshape(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Give `x` another shape of the same number of elements."""
+        return _plain(x).reshape(shape)
+
+    def contiguous(self, x: torch.Tensor) -> torch.Tensor:
+        """Give `x` itself if it is contiguous, else a contiguous copy."""
+        return x if x.is_contiguous() else _plain(x).contiguous()
+
+    def clone(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy into a new contiguous tensor."""
+        return _plain(x).clone(memory_format=torch.contiguous_format)
+
+    def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Make an uninitialised tensor with the dtype and device of `like`."""
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def identity(self, shape: Sequence[int], op: str, like: torch.Tensor) -> torch.Tensor:
+        """Make a tensor of the reduction's identity, with the dtype and device of `like`.
+
+        Args:
+            shape: the shape.
+            op: "sum" or "avg" (0), "product" (1), "max" (lowest value), "min" (highest value).
+            like: gives dtype and device.
+
+        Raises:
+            BackendError: the op is unknown, or needs an order that complex numbers lack.
+        """
+        value = _identity_value(op, like.dtype)
+        return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
+
+    def scale(self, x: torch.Tensor, factor: float, *, divide: bool = False) -> torch.Tensor:
+        """Multiply (or divide) into a new tensor of the same dtype.
+
+        Integers stay exact: reading whether a division is costs a device synchronisation.
+
+        Raises:
+            BackendError: a bool tensor, or an integer result that is not a whole number.
+        """
+        x = _plain(x)
+        if x.is_floating_point() or x.is_complex():
+            return x.div(factor) if divide else x.mul(factor)
+        return _scale_ints(x, factor, divide)
+
+    def copy_into(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Write `src` into the view `dst` of the same shape."""
+        _plain(dst).copy_(_plain(src))
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.detach() if x.requires_grad else x
+
+
+def _identity_value(op: str, dtype: torch.dtype) -> Any:
+    if op in ("sum", "avg"):
+        return 0
+    if op == "product":
+        return 1
+    if op not in ("max", "min") or dtype.is_complex:
+        raise BackendError(
+            describe(
+                "identity",
+                "op must be sum, avg or product, or, for ordered numbers, max or min",
+                "Use an op that this dtype has",
+                op=op,
+                dtype=dtype,
+            )
+        )
+    lowest = op == "max"
+    if dtype == torch.bool:
+        return not lowest
+    if dtype.is_floating_point:
+        return float("-inf") if lowest else float("inf")
+    limits = torch.iinfo(dtype)
+    return limits.min if lowest else limits.max
+
+
+def _scale_ints(x: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
+    whole = int(factor)
+    exact = x.dtype != torch.bool and whole == factor
+    if exact and divide:
+        exact = whole != 0 and not bool(torch.any(x.remainder(whole)))
+    if not exact:
+        raise BackendError(
+            describe(
+                "scale",
+                "integers must stay whole numbers, and bools cannot be scaled",
+                "Convert to a floating-point dtype first, or reduce with sum",
+                dtype=x.dtype,
+                factor=factor,
+                divide=divide,
+            )
+        )
+    return x.div(whole, rounding_mode="floor") if divide else x.mul(whole)

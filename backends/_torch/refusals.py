@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the torch communicator: refused before a collective, or failed within one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hyper_parallel.core.placement import REDUCE_OPS
+from hyper_parallel.errors import BackendError, describe
+
+__all__ = ["cannot_reduce", "failed", "no_uneven", "wrong_pieces", "wrong_rows", "wrong_tensor"]
+
+
+def wrong_tensor(where: str, x: torch.Tensor, device_type: str) -> BackendError | None:
+    """Give the error of a tensor on the wrong device or not contiguous, or None."""
+    if x.device.type != device_type:
+        text = describe(
+            where,
+            f"the tensor must be on a {device_type} device",
+            f"Move it with .to({device_type!r}), or make the mesh for its device type",
+            device=str(x.device),
+        )
+        return BackendError(text)
+    if not x.is_contiguous():
+        text = describe(
+            where,
+            "the tensor must be contiguous",
+            "Call .contiguous() first",
+            shape=tuple(x.shape),
+            stride=x.stride(),
+        )
+        return BackendError(text)
+    return None
+
+
+def cannot_reduce(where: str, x: torch.Tensor, op: str, device_type: str) -> BackendError:
+    """Give the error of an op that does not exist, or that this dtype does not have here."""
+    if op not in REDUCE_OPS:
+        text = describe(where, f"op must be one of {REDUCE_OPS}", "Name one of them", op=op)
+        return BackendError(text)
+    fix = "Reduce with sum" if op == "avg" or x.is_complex() else "Convert to float32 or int32"
+    text = describe(
+        where,
+        f"the {device_type} backend must be able to reduce this dtype with this op",
+        f"{fix} first" if fix.startswith("Convert") else fix,
+        dtype=x.dtype,
+        op=op,
+    )
+    return BackendError(text)
+
+
+def wrong_rows(where: str, x: torch.Tensor, size: int) -> BackendError:
+    """Give the error of a dim 0 that is missing or does not divide."""
+    whole = f"dim 0 must divide by the group size {size}"
+    must = whole if where == "reduce_scatter" else "the tensor must have a dim 0"
+    text = describe(where, must, "Pad or reshape it first", shape=tuple(x.shape))
+    return BackendError(text)
+
+
+def no_uneven(where: str, device_type: str) -> BackendError:
+    """Give the error of a call that needs the capability `uneven_gather`."""
+    text = describe(
+        where,
+        "the backend must have the capability uneven_gather",
+        "Pad the pieces to one size and use the even form, as the executor does",
+        device_type=device_type,
+    )
+    return BackendError(text)
+
+
+def wrong_pieces(pieces: Sequence[torch.Tensor] | None, src: int, index: int) -> BackendError:
+    """Give the error of scatter's pieces missing at the source or given elsewhere."""
+    text = describe(
+        "scatter",
+        f"the rank at group index {src}, and only it, must pass the pieces",
+        "Pass None on the other ranks",
+        pieces=None if pieces is None else f"{len(pieces)} tensors",
+        index=index,
+    )
+    return BackendError(text)
+
+
+def failed(where: str, ranks: tuple[int, ...], rank: int, error: Exception) -> BackendError:
+    """Give the error of a collective that started and did not complete."""
+    text = describe(
+        where,
+        "every rank of the group must take part, with the same shape and dtype",
+        "Look for the first error of the other ranks: one may have died, or called another"
+        " collective",
+        group=ranks,
+        rank=rank,
+        error=str(error).strip().split("\n")[0],
+    )
+    return BackendError(text)

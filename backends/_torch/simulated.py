@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimulatedBackend: collectives among the simulated ranks of this process, on torch tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from hyper_parallel.backends._torch.ops import TorchOps
+from hyper_parallel.backends._torch.rank_state import TorchState, carry_modes
+from hyper_parallel.backends._torch.simulated_collectives import (
+    SimulatedCommunicator,
+    SimulatedGroup,
+)
+from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
+from hyper_parallel.errors import BackendError, LayoutError, describe
+from hyper_parallel.runtime.baton import Baton, current_rank
+from hyper_parallel.runtime.calls import Call
+from hyper_parallel.runtime.interface import Capabilities
+
+__all__ = ["SimulatedBackend", "SimulatedGroup", "SimulatedMesh"]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMesh:
+    """A mesh with, for each axis, the serial of the making that made its groups."""
+
+    mesh: AbstractMesh
+    serials: tuple[int, ...]
+
+
+class SimulatedBackend:
+    """All ranks of one simulated run; which rank asks is read off the thread.
+
+    Args:
+        world_size: number of simulated ranks.
+        device_type: where their tensors live.
+    """
+
+    def __init__(self, world_size: int, device_type: str = "cpu") -> None:
+        self.name = "simulated"
+        self.device_type = device_type
+        self.capabilities = Capabilities(uneven_gather=True, native_avg=True)
+        self.ops = TorchOps()
+        self._world_size = world_size
+        self._serials = itertools.count(1)
+        self._baton: Baton | None = None
+
+    def parts(self) -> list[TorchState]:
+        """List torch's process-wide state, for each rank to own."""
+        return [TorchState(self.device_type)]
+
+    def carry(self) -> Callable[[], AbstractContextManager[None]]:
+        """Read the caller's modes; give a context that enters them on a rank's thread."""
+        return carry_modes(self.device_type)
+
+    def connect(self, baton: Baton) -> None:
+        """Take the scheduler whose exchange the collectives use."""
+        self._baton = baton
+
+    def unavailable(self) -> str | None:
+        """Say None: no hardware is needed."""
+        return None
+
+    def start(self, mesh: AbstractMesh) -> None:
+        """Refuse a mesh that the simulated world is too small for."""
+        needed = max(mesh.ranks) + 1
+        if needed > self._world_size:
+            raise BackendError(
+                describe(
+                    "init_device_mesh",
+                    f"every rank of the mesh must be below the world size {self._world_size}",
+                    f"Use simulate({needed}), or make a smaller mesh",
+                    mesh_shape=mesh.shape,
+                    world_size=self._world_size,
+                )
+            )
+
+    def rank(self) -> int:
+        """Give the rank that this thread runs."""
+        rank = current_rank()
+        if rank is None:
+            raise BackendError(
+                describe(
+                    "simulate",
+                    "simulated ranks exist only while the simulated function runs",
+                    "Use meshes inside the function, on the rank's own thread",
+                    rank=rank,
+                )
+            )
+        return rank
+
+    def world_size(self) -> int:
+        """Give the number of simulated ranks."""
+        return self._world_size
+
+    def prepare(self, mesh: AbstractMesh) -> SimulatedMesh:
+        """Check over the whole world that all ranks make the same mesh."""
+        world = tuple(range(self._world_size))
+        names = mesh.mesh_dim_names
+        made = AbstractMesh(mesh.device_type, mesh.shape, ranks=mesh.ranks, mesh_dim_names=names)
+        call = Call.of(
+            "DeviceMesh",
+            device_type=mesh.device_type,
+            shape=mesh.shape,
+            ranks=mesh.ranks,
+            names=names,
+        )
+        return SimulatedMesh(made, (self._make_groups(world, call),) * mesh.ndim)
+
+    def group(self, handle: SimulatedMesh, axis: int) -> SimulatedGroup:
+        """Give one axis's group of this rank; it is empty outside the mesh."""
+        rank = self.rank()
+        ranks = handle.mesh.group_ranks(axis, rank=rank)
+        return SimulatedGroup(ranks, handle.serials[axis], rank)
+
+    def slice_handle(self, handle: SimulatedMesh, names: tuple[str, ...]) -> SimulatedMesh:
+        """Give the submesh that this rank is in, on the same groups."""
+        whole = handle.mesh
+        axes = [whole.axis_index(name) for name in names]
+        mesh = AbstractMesh(
+            whole.device_type,
+            [whole.shape[axis] for axis in axes],
+            ranks=whole.submesh_ranks(axes, rank=self.rank()),
+            mesh_dim_names=names,
+        )
+        return SimulatedMesh(mesh, tuple(handle.serials[axis] for axis in axes))
+
+    def flatten_handle(self, handle: SimulatedMesh, name: str) -> SimulatedMesh:
+        """Make the joint group of the handle's ranks, each of which calls this."""
+        whole = handle.mesh
+        mesh = AbstractMesh(
+            whole.device_type, (whole.size(),), ranks=whole.ranks, mesh_dim_names=(name,)
+        )
+        if whole.ndim == 1 or whole.coordinate(self.rank()) is None:
+            return SimulatedMesh(mesh, handle.serials[:1])
+        call = Call.of("flatten", shape=whole.shape, names=whole.mesh_dim_names, name=name)
+        return SimulatedMesh(mesh, (self._make_groups(whole.ranks, call),))
+
+    def adopt_groups(
+        self,
+        group: SimulatedGroup | Sequence[SimulatedGroup],
+        device_type: str,
+        mesh: Any,
+        mesh_dim_names: tuple[str, ...] | None,
+    ) -> tuple[AbstractMesh, SimulatedMesh]:
+        """Describe groups of this backend as a mesh.
+
+        Raises:
+            LayoutError: several groups without ranks, or groups that are not the mesh's.
+        """
+        groups = [group] if isinstance(group, SimulatedGroup) else list(group)
+        if mesh is None and len(groups) == 1:
+            mesh = groups[0].ranks
+        shape, ranks = ((), ()) if mesh is None else nested_ranks(mesh)
+        if not groups or len(shape) != len(groups):
+            _refuse_groups(groups, mesh)
+        made = AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=mesh_dim_names)
+        for axis, one in enumerate(groups):
+            if made.group_ranks(axis, rank=self.rank()) != one.ranks:
+                _refuse_groups(groups, mesh)
+        return made, SimulatedMesh(made, tuple(one.serial for one in groups))
+
+    def communicator(
+        self, mesh: AbstractMesh, handle: SimulatedMesh, axis: int
+    ) -> SimulatedCommunicator:
+        """Give the collectives of one axis for this rank."""
+        group = self.group(handle, axis)
+        return SimulatedCommunicator(self._connected(), group, device_type=self.device_type)
+
+    def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
+        """Give the mesh's ranks as an int tensor, as torch's DeviceMesh.mesh is."""
+        return torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").reshape(mesh.shape)
+
+    def device(self) -> torch.device:
+        """Give the device that all ranks' tensors live on."""
+        return torch.device(self.device_type)
+
+    def _make_groups(self, ranks: tuple[int, ...], call: Call) -> int:
+        """Agree with other ranks on a call; give it a serial."""
+        return self._connected().exchange(
+            ranks, call, combine=lambda brought: [next(self._serials)] * len(brought)
+        )
+
+    def _connected(self) -> Baton:
+        if self._baton is None:
+            raise BackendError(
+                describe(
+                    "SimulatedBackend", "it must be connected to a run", "Use it through simulate"
+                )
+            )
+        return self._baton
+
+
+def _refuse_groups(groups: Sequence[SimulatedGroup], mesh: Any) -> NoReturn:
+    raise LayoutError(
+        describe(
+            "from_group",
+            f"mesh must list the ranks of each group along its axis ({[g.ranks for g in groups]})",
+            "Pass one group per axis, and the ranks of the whole mesh",
+            mesh=mesh,
+        )
+    )

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CudaBackend: NVIDIA GPUs over NCCL."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.backends._torch.backend import TorchBackend
+from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, DtypeSupport
+from hyper_parallel.runtime.interface import Capabilities
+
+__all__ = ["CudaBackend"]
+
+
+class CudaBackend(TorchBackend):
+    """CUDA tensors over NCCL. Waits order streams; errors of a rank end the process (watchdog)."""
+
+    name = "cuda"
+    device_type = "cuda"
+    library = "nccl"
+    capabilities = Capabilities(uneven_gather=True, native_avg=True, backward_thread=True)
+    dtypes = DtypeSupport(
+        moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
+        reduces=(*FLOATS, *INTS, torch.bool),
+        widens={torch.int16: torch.int32},
+    )
+
+    def _missing(self) -> str | None:
+        if not torch.backends.cuda.is_built():
+            return "torch was built without CUDA; install a CUDA build of torch"
+        if not torch.cuda.is_available():
+            return "no CUDA device is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        if not dist.is_nccl_available():
+            return "torch was built without NCCL; install a build that has it"
+        return None

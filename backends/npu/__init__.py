@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NpuBackend: Ascend NPUs over HCCL, through torch_npu."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import torch
+
+from hyper_parallel.backends._torch.backend import TorchBackend
+from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, UNSIGNED, DtypeSupport
+from hyper_parallel.runtime.interface import Capabilities
+
+__all__ = ["NpuBackend"]
+
+
+class NpuBackend(TorchBackend):
+    """NPU tensors over HCCL. Every collective runs on HCCL's own stream; waits order streams.
+
+    HCCL's uneven gathers need one server (A3) or equal card counts (A2), so pieces are padded.
+    Its average is a sum and a division, so the caller does that. float64 cannot be reduced.
+    """
+
+    name = "npu"
+    device_type = "npu"
+    library = "hccl"
+    capabilities = Capabilities(backward_thread=True)
+    dtypes = DtypeSupport(
+        moves=(*FLOATS, *INTS, torch.int16, *UNSIGNED, *COMPLEX, torch.bool),
+        reduces=(
+            *(torch.float16, torch.bfloat16, torch.float32),
+            *(torch.int8, torch.int16, torch.int32, torch.int64),
+        ),
+        widens={torch.bool: torch.int32, torch.uint8: torch.int32},
+        widens_product={torch.int16: torch.int32, torch.bfloat16: torch.float32},
+    )
+
+    def _missing(self) -> str | None:
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed; install the release that matches this torch"
+        try:
+            importlib.import_module("torch_npu")  # registers the device and hccl
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"torch_npu cannot be imported ({error}); source CANN's set_env.sh first"
+        if not torch.get_device_module("npu").is_available():
+            return "no NPU is visible; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
+        return None

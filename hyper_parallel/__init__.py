@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: one plan for CUDA, Ascend NPU, CPU and one process.
+
+Names are loaded at first use, so importing the package imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard, plan
+    from hyper_parallel.dtensor import (
+        DTensor,
+        clip_grad_norm_,
+        distribute_module,
+        distribute_tensor,
+        get_total_norm,
+        strict_rules,
+    )
+    from hyper_parallel.errors import (
+        BackendError,
+        CheckpointError,
+        HyperParallelError,
+        LayoutError,
+        PlanError,
+        RuleError,
+    )
+    from hyper_parallel.fsdp import fully_shard
+    from hyper_parallel.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+    from hyper_parallel.runtime import DeviceMesh, init_device_mesh, simulate
+
+_ROOMS = {
+    "core": ("Layout", "Partial", "Placement", "Replicate", "Shard", "plan"),
+    "dtensor": (
+        "DTensor",
+        "clip_grad_norm_",
+        "distribute_module",
+        "distribute_tensor",
+        "get_total_norm",
+        "strict_rules",
+    ),
+    "errors": (
+        "BackendError",
+        "CheckpointError",
+        "HyperParallelError",
+        "LayoutError",
+        "PlanError",
+        "RuleError",
+    ),
+    "fsdp": ("fully_shard",),
+    "parallel": (
+        "ColwiseParallel",
+        "ParallelStyle",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "parallelize_module",
+    ),
+    "runtime": ("DeviceMesh", "init_device_mesh", "simulate"),
+}
+_WHERE = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "ColwiseParallel",
+    "DTensor",
+    "DeviceMesh",
+    "HyperParallelError",
+    "Layout",
+    "LayoutError",
+    "ParallelStyle",
+    "Partial",
+    "Placement",
+    "PlanError",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "Replicate",
+    "RowwiseParallel",
+    "RuleError",
+    "SequenceParallel",
+    "Shard",
+    "clip_grad_norm_",
+    "distribute_module",
+    "distribute_tensor",
+    "fully_shard",
+    "get_total_norm",
+    "init_device_mesh",
+    "parallelize_module",
+    "plan",
+    "simulate",
+    "strict_rules",
+]
+
+
+def __getattr__(name: str) -> Any:
+    room = _WHERE.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

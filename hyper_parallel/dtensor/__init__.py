@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensor: global tensors on a mesh, as a torch front end to layouts, plans and backends."""
+
+from hyper_parallel.dtensor.api import distribute_module, distribute_tensor
+from hyper_parallel.dtensor.clip import clip_grad_norm_, get_total_norm
+from hyper_parallel.dtensor.ops import strict_rules
+from hyper_parallel.dtensor.tensor import DTensor
+
+__all__ = [
+    "DTensor",
+    "clip_grad_norm_",
+    "distribute_module",
+    "distribute_tensor",
+    "get_total_norm",
+    "strict_rules",
+]

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autograd side of moving tensors: local -> DTensor, DTensor -> local, layout -> layout.
+
+Backward follows the gradient table: a gradient lies in the cotangent layout of its value (Partial
+becomes Replicate), so the adjoint of a move from A to B is the move from B's cotangent to A's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.core import Layout, Partial, plan
+from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.runtime import DeviceMesh, execute
+from hyper_parallel.runtime.executor import gather_dim, reduce
+
+__all__ = ["FromLocal", "Redistribute", "ToLocal", "move", "refuse_create_graph"]
+
+
+def move(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
+    """Run plan(src, dst) on a local tensor; the tensor itself when there is nothing to do."""
+    if src is dst:
+        return local
+    return execute(plan(src, dst), local, _mesh(dst))
+
+
+def _mesh(layout: Layout) -> DeviceMesh:
+    assert isinstance(layout.mesh, DeviceMesh)
+    return layout.mesh
+
+
+def refuse_create_graph(where: str) -> None:
+    """Refuse to build a graph of the backward pass, which would lose gradients silently.
+
+    Raises:
+        HyperParallelError: backward runs with create_graph=True.
+    """
+    if torch.is_grad_enabled():
+        raise HyperParallelError(
+            describe(
+                where,
+                "backward must run without create_graph",
+                "Second derivatives through distributed ops are not supported",
+                create_graph=True,
+            )
+        )
+
+
+def _arrived(ctx: Any, grad: torch.Tensor, declared: Layout) -> tuple[torch.Tensor, Layout]:
+    """Split a gradient into local tensor and layout; see [Note: gradients] in tensor.py."""
+    if isinstance(grad, ctx.cls):
+        return grad._local, grad._layout  # type: ignore[attr-defined]
+    return grad, declared
+
+
+def _leaves(ctx: Any, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Hand a gradient on: plain to a leaf, as a DTensor to other nodes."""
+    return local if ctx.to_leaf else ctx.cls(local, layout)
+
+
+class Redistribute(torch.autograd.Function):
+    """Move a DTensor to another layout of the same global tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, dst: Layout) -> Any:
+        """Run plan(src, dst) on the local tensor."""
+        ctx.cls, ctx.src, ctx.dst, ctx.to_leaf = type(tensor), tensor._layout, dst, tensor.is_leaf
+        return ctx.cls(move(tensor._local, ctx.src, dst), dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Run the plan between the cotangent layouts, back."""
+        refuse_create_graph("DTensor.redistribute")
+        local, layout = _arrived(ctx, grad, ctx.dst.cotangent)
+        target = ctx.src.cotangent
+        return _leaves(ctx, move(local, layout, target), target), None
+
+
+class FromLocal(torch.autograd.Function):
+    """Declare a plain local tensor to be this rank's part of a DTensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cls: type[Any], local: torch.Tensor, layout: Layout, grad_layout: Layout | None
+    ) -> Any:
+        """Wrap; no communication."""
+        ctx.cls, ctx.layout, ctx.grad_layout = cls, layout, grad_layout
+        if grad_layout is None and not _linear_partials(layout):
+            ctx.save_for_backward(local)
+        return cls(local.detach(), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        """Move the gradient to the local tensor's own layout; divide or mask for a Partial."""
+        refuse_create_graph("DTensor.from_local")
+        local, layout = _arrived(ctx, grad, ctx.layout.cotangent)
+        if ctx.grad_layout is not None:
+            return None, move(local, layout, ctx.grad_layout), None, None
+        moved = move(local, layout, ctx.layout.cotangent)
+        if not _linear_partials(ctx.layout):
+            (saved,) = ctx.saved_tensors
+            moved = moved * _share(saved, ctx.layout)
+        elif (count := _average_count(ctx.layout)) > 1:
+            moved = moved / count
+        return None, moved, None, None
+
+
+class ToLocal(torch.autograd.Function):
+    """Hand out this rank's part of a DTensor as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, grad_layout: Layout | None) -> torch.Tensor:
+        """Unwrap; no communication."""
+        layout = tensor._layout
+        if grad_layout is None and not _linear_partials(layout):
+            raise LayoutError(
+                describe(
+                    "DTensor.to_local",
+                    "a pending max, min or product that needs a gradient has none without"
+                    " grad_placements",
+                    "Redistribute to Replicate first, or pass grad_placements",
+                    placements=layout.placements,
+                )
+            )
+        ctx.cls, ctx.layout, ctx.grad_layout = type(tensor), layout, grad_layout
+        ctx.to_leaf = tensor.is_leaf
+        return tensor._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Take the local cotangents as laid out in grad_placements (default: the cotangent)."""
+        refuse_create_graph("DTensor.to_local")
+        target = ctx.layout.cotangent
+        if ctx.grad_layout is None:
+            count = _average_count(ctx.layout)
+            return _leaves(ctx, grad * count if count > 1 else grad, target), None
+        wanted = ctx.grad_layout.local_shape(_mesh(target).get_rank())
+        if tuple(grad.shape) != wanted:
+            raise LayoutError(
+                describe(
+                    "DTensor.to_local",
+                    f"the gradient's local shape must be {wanted}, as grad_placements say",
+                    "Pass the grad_placements the local gradients really have",
+                    shape=tuple(grad.shape),
+                    grad_placements=ctx.grad_layout.placements,
+                )
+            )
+        if ctx.to_leaf:
+            return move(grad, ctx.grad_layout, target), None
+        return ctx.cls(grad, ctx.grad_layout), None
+
+
+def _linear_partials(layout: Layout) -> bool:
+    """Tell whether no axis holds a pending max, min or product."""
+    return all(
+        p.reduce_op in ("sum", "avg") for p in layout.placements if isinstance(p, Partial)
+    )
+
+
+def _average_count(layout: Layout) -> int:
+    """Give the number of contributions that pending averages divide by."""
+    count = 1
+    for axis, placement in enumerate(layout.placements):
+        if placement.is_partial("avg"):
+            count *= layout.mesh.shape[axis]
+    return count
+
+
+def _share(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Give d(reduced)/d(local) of a pending max, min (ties share equally) or product."""
+    mesh = _mesh(layout)
+    axes = [
+        i for i, p in enumerate(layout.placements) if p.is_partial() and mesh.shape[i] > 1
+    ]
+    if any(layout.placements[axis].is_partial("product") for axis in axes):
+        return _others_product(local, mesh, axes)
+    result = local
+    for axis in axes:
+        placement = layout.placements[axis]
+        assert isinstance(placement, Partial)
+        result = reduce(mesh, axis, result.clone(), placement.reduce_op)
+    hit = (local == result).to(local.dtype)
+    count = hit
+    for axis in axes:
+        count = reduce(mesh, axis, count.clone(), "sum")
+    return hit / count
+
+
+def _others_product(local: torch.Tensor, mesh: DeviceMesh, axes: list[int]) -> torch.Tensor:
+    """Multiply the other ranks' contributions; exact where some are zero."""
+    factor = torch.ones_like(local)
+    whole = local
+    for axis in axes:
+        parts = gather_dim(mesh, axis, whole.unsqueeze(0), 0, [1] * mesh.shape[axis])
+        mine = mesh.my_coordinate[axis]
+        for index in range(mesh.shape[axis]):
+            if index != mine:
+                factor = factor * parts[index]
+        whole = parts.prod(0)
+    return factor

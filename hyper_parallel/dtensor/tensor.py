@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensor: one rank's part of a global tensor, and the layout that says which part.
+
+[Note: one tensor] A DTensor's storage, strides and autograd metadata are those of the LOCAL part;
+only what Python asks (`shape`, `size()`, `numel()`, ...) is answered for the global tensor. So a
+parameter is its own autograd leaf, the engine accumulates plain local gradients into it at no
+extra cost, and hooks, `backward(inputs=...)` and a user's autograd.Function meet the real leaf.
+`_local` is a plain alias of the same storage; it shares the version counter, too.
+
+[Note: gradients] A gradient that flows to a value of layout A is laid out as A's cotangent. Between
+autograd nodes it is a DTensor, which may also be a pending sum, or a plain local tensor, which
+then IS in the cotangent layout. What our nodes hand to a leaf is plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.core import Layout, Placement
+from hyper_parallel.dtensor import dispatch
+from hyper_parallel.dtensor.moves import FromLocal, Redistribute, ToLocal, move
+from hyper_parallel.dtensor.read import layout_of_local, read_mesh, read_placements
+from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.runtime import DeviceMesh
+
+__all__ = ["DTensor"]
+
+
+class DTensor(torch.Tensor):
+    """A global tensor of which each rank of a mesh holds a part.
+
+    Make one with `DTensor.from_local`, `distribute_tensor` or a parallel style. `shape`, `size()`
+    and `numel()` are global; `dtype`, `device` and `requires_grad` are as for any tensor.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh, simulate
+        >>> @simulate(2)
+        ... def example():
+        ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     part = torch.full((2, 3), float(mesh.get_local_rank()))
+        ...     whole = DTensor.from_local(part, mesh, [Shard(0)])
+        ...     rows = whole.redistribute(mesh, [Replicate()]).to_local()
+        ...     return tuple(whole.shape), rows[:, 0].tolist()
+        >>> example()[0]
+        ((4, 3), [0.0, 0.0, 1.0, 1.0])
+    """
+
+    _local: torch.Tensor
+    _layout: Layout
+
+    @staticmethod
+    def __new__(
+        cls: type[DTensor], local: torch.Tensor, layout: Layout, *, requires_grad: bool = False
+    ) -> DTensor:
+        """Wrap a plain local tensor. Internal: users call `from_local`."""
+        if local.requires_grad:
+            local = local.detach()
+        self = torch.Tensor._make_subclass(cls, local, requires_grad)
+        self._local = local
+        self._layout = layout
+        return self
+
+    def __init__(self, local: torch.Tensor, layout: Layout, *, requires_grad: bool = False):
+        del local, layout, requires_grad
+
+    # ------------------------------------------------------------------ moves
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """Declare a plain local tensor to be this rank's part of a global tensor.
+
+        Args:
+            local_tensor: this rank's part; any shape and dtype. Storage is shared.
+            device_mesh: the mesh; default the one of the enclosing `with mesh:` block.
+            placements: one per mesh axis; default Replicate on each.
+            run_check: compare every rank's local shape with the layout; all ranks refuse alike.
+            shape: the global shape; needed when shards are uneven. Default: local size times
+                the number of ranks on each sharded dim.
+            stride: accepted as torch has it; the global tensor is always contiguous.
+            grad_placements: the layout in which `local_tensor.grad` is wanted; default the
+                exact adjoint.
+
+        Returns:
+            The DTensor.
+
+        Communicates:
+            Forward: nothing (`run_check`: one exchange of a few integers per axis).
+            Backward: the move from the gradient's layout to the cotangent layout; for a
+            pending max or min two all-reduces, for a pending product one all-gather.
+
+        Raises:
+            LayoutError: the local shape does not fit `shape` and `placements`, or an average of
+                integers is asked for.
+
+        Example:
+            >>> import torch
+            >>> from hyper_parallel import DTensor, Partial, init_device_mesh, simulate
+            >>> @simulate(2)
+            ... def total():
+            ...     mesh = init_device_mesh("cpu", (2,))
+            ...     return DTensor.from_local(torch.ones(2), mesh, [Partial()]).full_tensor()
+            >>> total()[0]
+            tensor([2., 2.])
+        """
+        del stride
+        where = "DTensor.from_local"
+        if isinstance(local_tensor, DTensor):
+            raise LayoutError(
+                describe(
+                    where,
+                    "local_tensor must be a plain tensor",
+                    "Use redistribute to change the layout of a DTensor",
+                    local_tensor=type(local_tensor).__name__,
+                )
+            )
+        mesh = read_mesh(device_mesh, where)
+        layout = layout_of_local(
+            local_tensor, mesh, read_placements(placements, mesh, where), shape, run_check
+        )
+        grad_layout = None
+        if grad_placements is not None:
+            grad_layout = layout.with_placements(read_placements(grad_placements, mesh, where))
+        return FromLocal.apply(DTensor, local_tensor, layout, grad_layout)  # type: ignore[return-value]
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Hand out this rank's part as a plain tensor that shares storage.
+
+        Args:
+            grad_placements: the layout the local gradients will have; default the cotangent
+                layout (for Replicate: every rank computes the same full gradient; pass Partial
+                when each rank uses its copy for a different part of the loss).
+
+        Returns:
+            The local tensor.
+
+        Communicates:
+            Forward and backward: nothing; a gradient given as a pending sum is reduced where it
+            reaches a leaf or a gradient of another layout.
+
+        Raises:
+            LayoutError: a pending max, min or product that needs a gradient.
+        """
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return self._local
+        grad_layout = None
+        if grad_placements is not None:
+            mesh = self.device_mesh
+            grad_layout = self._layout.with_placements(
+                read_placements(grad_placements, mesh, "DTensor.to_local")
+            )
+        return ToLocal.apply(self, grad_layout)  # type: ignore[return-value]
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> DTensor:
+        """Move to other placements of the same global tensor.
+
+        Args:
+            device_mesh: the mesh, always given.
+            placements: one per mesh axis; no Partial unless the tensor has it there already
+                or it can be made locally.
+            async_op: accepted as torch has it; the result is always ready.
+
+        Returns:
+            The DTensor in the new layout; `self` if it is there already.
+
+        Communicates:
+            Forward: the steps of `plan(layout, new layout)`. Backward: the steps between the
+            cotangent layouts, back.
+
+        Raises:
+            LayoutError: no mesh, or placements that do not fit.
+            PlanError: another mesh than the tensor's.
+        """
+        del async_op
+        where = "DTensor.redistribute"
+        if device_mesh is None or isinstance(device_mesh, (list, tuple)):
+            raise LayoutError(
+                describe(
+                    where,
+                    "device_mesh must be given",
+                    f"Pass the mesh first: redistribute(device_mesh, placements); this tensor is"
+                    f" on {self.device_mesh!r}",
+                    device_mesh=device_mesh,
+                )
+            )
+        mesh = read_mesh(device_mesh, where)
+        dst = Layout(mesh, read_placements(placements, mesh, where), self._layout.shape)
+        if dst == self._layout:
+            return self
+        return Redistribute.apply(self, dst)  # type: ignore[return-value]
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Gather the global tensor on every rank, as a plain tensor.
+
+        Args:
+            grad_placements: the layout the gradients of the result will have; default every
+                rank computes the same full gradient.
+
+        Communicates:
+            Forward: the plan to Replicate on every axis. Backward: the way back.
+        """
+        whole = [dispatch.REPLICATE] * self.device_mesh.ndim
+        replicated = self.redistribute(self.device_mesh, whole)
+        return replicated.to_local(grad_placements=grad_placements)
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._layout.mesh  # type: ignore[return-value]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._layout.placements
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """Mesh, placements and global shape (in place of torch's strided / sparse flag)."""
+        return self._layout
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        return torch.Size(self._layout.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dims."""
+        return len(self._layout.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The element type."""
+        return self._local.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where this rank's part lies."""
+        return self._local.device
+
+    def size(self, dim: int | None = None) -> Any:
+        """Give the global shape, or the global size of one dim."""
+        return self.shape if dim is None else self._layout.shape[dim]
+
+    def dim(self) -> int:
+        """Give the number of dims."""
+        return len(self._layout.shape)
+
+    def numel(self) -> int:
+        """Give the number of elements of the global tensor."""
+        return self.shape.numel()
+
+    nelement = numel
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Give the strides that a contiguous global tensor has."""
+        strides: list[int] = []
+        step = 1
+        for size in reversed(self._layout.shape):
+            strides.append(step)
+            step *= max(size, 1)
+        strides.reverse()
+        return tuple(strides) if dim is None else strides[dim]
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.shape[0]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        marks = ", ".join(
+            f"{p!r}@{n}"
+            for p, n in zip(self.placements, self._layout.mesh.axis_names, strict=True)
+        )
+        kind = "Parameter of DTensor" if getattr(self, "_is_param", False) else "DTensor"
+        return f"{kind}({list(self._layout.shape)}, {marks}, local={self._local!r})"
+
+    # ------------------------------------------------------------------ gradients
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient: a DTensor in this tensor's cotangent layout, or None."""
+        with dispatch.without_torch_function():
+            raw = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+        if raw is None:
+            return None
+        shown = self.__dict__.get("_shown_grad")
+        if shown is not None and shown[0] is raw:
+            return shown[1]
+        if isinstance(raw, DTensor):
+            self.grad = raw  # keeps the local part, in the right layout
+            return self.grad
+        grad = DTensor(raw, self._layout.cotangent)
+        self._shown_grad = (raw, grad)
+        return grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        local = None
+        if value is not None:
+            if not isinstance(value, DTensor) or value.shape != self.shape:
+                raise LayoutError(
+                    describe(
+                        "DTensor.grad",
+                        f"the gradient must be a DTensor of global shape {tuple(self.shape)}",
+                        "Wrap a local gradient with DTensor.from_local",
+                        grad=type(value).__name__,
+                        shape=tuple(value.shape),
+                    )
+                )
+            local = value.local_in(self._layout.cotangent)
+        self.__dict__.pop("_shown_grad", None)
+        with dispatch.without_torch_function():
+            torch.Tensor.grad.__set__(self, local)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def local_in(self, layout: Layout) -> torch.Tensor:
+        """Give this rank's part in another layout; not differentiable. Internal."""
+        return move(self._local, self._layout, layout)
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """Call `hook` with the gradient, a DTensor in the cotangent layout, in backward.
+
+        Communicates:
+            Backward: a gradient that is still a pending sum is reduced for the hook.
+        """
+        layout = self._layout.cotangent
+
+        def on_gradient(raw: torch.Tensor) -> torch.Tensor:
+            local = raw.local_in(layout) if isinstance(raw, DTensor) else raw
+            seen = DTensor(local, layout)
+            result = hook(seen)
+            changed = seen if result is None else result
+            if isinstance(changed, DTensor):
+                changed = changed.local_in(layout)
+            return DTensor(changed, layout) if isinstance(raw, DTensor) else changed
+
+        with dispatch.without_torch_function():
+            return torch.Tensor.register_hook(self, on_gradient)
+
+    # ------------------------------------------------------------------ copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only DTensors created explicitly by the user (graph leaves) support deepcopy."
+            )
+        copied = _rebuild(
+            self._local.clone(), self._layout, self.requires_grad, hasattr(self, "_is_param")
+        )
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = DTensor(self.grad._local.clone(), self.grad._layout)  # type: ignore[attr-defined]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        del protocol
+        is_param = hasattr(self, "_is_param")
+        return _rebuild, (self._local, self._layout, self.requires_grad, is_param)
+
+    # ------------------------------------------------------------------ ops
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch.torch_function(cls, func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch.engine_call(cls, func, args, kwargs or {})
+
+
+def _rebuild(
+    local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool
+) -> DTensor:
+    tensor = DTensor(local, layout, requires_grad=requires_grad)
+    if is_param:
+        tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""parallelize_module: apply styles to the modules that a plan's patterns name."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.dtensor.read import one_axis_mesh
+from hyper_parallel.errors import PlanError, describe, near_names
+from hyper_parallel.parallel.sizes import open_scope
+from hyper_parallel.parallel.style import Applying, ParallelStyle, applying
+from hyper_parallel.runtime import DeviceMesh
+
+__all__ = ["parallelize_module"]
+
+_WHERE = "parallelize_module"
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    strict: bool = True,
+) -> nn.Module:
+    """Parallelize a module, in place, by a plan of styles.
+
+    Args:
+        module: the module.
+        device_mesh: a mesh of one axis, ours or torch's; default the one of the enclosing
+            `with mesh:` block. Slice a mesh of several axes: `mesh["tp"]`.
+        parallelize_plan: a style for the module itself, or styles by pattern: the dotted path of
+            submodules, each part an fnmatch pattern (`layers.*.attention.wq`); "" is the
+            module itself.
+        src_data_rank: the rank of the mesh whose parameters count; None takes every rank's own
+            without communication (when all were initialised alike).
+        strict: a pattern that matches nothing is an error; False makes it a warning.
+
+    Returns:
+        The module.
+
+    Communicates:
+        As distribute_tensor, for each sharded parameter, in the order of the plan.
+
+    Raises:
+        LayoutError: a mesh of several axes, or this rank is outside the mesh.
+        PlanError: a pattern that matches nothing, two that shard one module, a style that
+            cannot serve its module. Nothing is undone: build the model anew.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from hyper_parallel import ColwiseParallel, RowwiseParallel, init_device_mesh
+        >>> from hyper_parallel import parallelize_module, simulate
+        >>> @simulate(2)
+        ... def run():
+        ...     torch.manual_seed(0)
+        ...     net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        ...     want = net(torch.ones(2, 4))
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        ...     return torch.allclose(net(torch.ones(2, 4)), want, atol=1e-6)
+        >>> run()
+        [True, True]
+    """
+    mesh = one_axis_mesh(device_mesh, _WHERE)
+    mesh.get_local_rank()
+    if not parallelize_plan:
+        warnings.warn("parallelize_module: no parallelize_plan was given; nothing is parallelized.")
+        return module
+    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    work = _match_all(module, plan, strict)
+    with applying(Applying(src_data_rank)) as call:
+        for path, submodule, style in work:
+            call.path = path
+            style.apply(submodule, mesh)
+        _keep_ties(module, call)
+    if any(_may_need_sizes(style) for _, _, style in work):
+        open_scope(module)
+    return module
+
+
+def _match_all(
+    module: nn.Module, plan: Mapping[str, ParallelStyle], strict: bool
+) -> list[tuple[str, nn.Module, ParallelStyle]]:
+    """List (path, module, style) in the plan's order, checking all patterns before any work."""
+    work: list[tuple[str, nn.Module, ParallelStyle]] = []
+    owner: dict[tuple[str, bool], str] = {}
+    for pattern, style in plan.items():
+        if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
+            raise PlanError(
+                describe(
+                    _WHERE,
+                    "parallelize_plan must map module paths to ParallelStyle objects",
+                    "Pass for example {'layers.*.wq': ColwiseParallel()}",
+                    key=pattern,
+                    value=style,
+                )
+            )
+        matched = _match(module, pattern.split(".") if pattern else [], "")
+        if not matched:
+            _unmatched(module, pattern, strict)
+        for path, submodule in matched:
+            shards = _shards(style, submodule)
+            other = owner.setdefault((path, shards), pattern)
+            if other != pattern and shards:
+                raise PlanError(
+                    describe(
+                        _WHERE,
+                        f"one pattern at most may shard module {path!r}",
+                        "Make the patterns disjoint",
+                        patterns=(other, pattern),
+                    )
+                )
+            work.append((path, submodule, style))
+    return work
+
+
+def _match(module: nn.Module, atoms: list[str], prefix: str) -> list[tuple[str, nn.Module]]:
+    """List the submodules that a pattern names, part by part."""
+    if not atoms:
+        return [(prefix, module)]
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        if fnmatch.fnmatchcase(name, atoms[0]):
+            path = f"{prefix}.{name}" if prefix else name
+            found.extend(_match(child, atoms[1:], path))
+    return found
+
+
+def _unmatched(module: nn.Module, pattern: str, strict: bool) -> None:
+    names = [name for name, _ in module.named_modules() if name]
+    near = near_names(pattern, names) or names[:5]
+    text = describe(
+        _WHERE,
+        "every key of parallelize_plan must match a module",
+        f"Did you mean one of {near}? (strict=False turns this into a warning)",
+        key=pattern,
+    )
+    if strict:
+        raise PlanError(text)
+    warnings.warn(text, stacklevel=3)
+
+
+def _shards(style: ParallelStyle, module: nn.Module) -> bool:
+    """Tell whether a style replaces parameters of a module."""
+    has_own = next(iter(module.parameters(recurse=False)), None) is not None
+    return has_own and type(style).shard_param is not ParallelStyle.shard_param
+
+
+def _keep_ties(module: nn.Module, call: Applying) -> None:
+    """Give a sharded parameter to every module that held the plain one."""
+    for submodule in module.modules():
+        for name, param in submodule.named_parameters(recurse=False):
+            replaced = call.sharded.get(id(param))
+            if replaced is not None and replaced[0] is param:
+                submodule.register_parameter(name, replaced[1])
+
+
+def _may_need_sizes(style: Any) -> bool:
+    """Tell whether a style may meet a plain shard whose global size only the ranks together know.
+
+    A style that is promised even shards never asks, but others may; a style of the user's own might.
+    """
+    if getattr(style, "even_shards", False):
+        return False
+    declared = [
+        *(getattr(style, "input_layouts", None) or ()),
+        *(getattr(style, "output_layouts", None) or ()),
+        *getattr(style, "input_kwarg_layouts", {}).values(),
+        *getattr(style, "sequence_sharding", ()),
+    ]
+    parts = [getattr(style, f"prepare_module_{side}", None) for side in ("input", "output")]
+    return any(p is not None and p.is_shard() and p.dim != -1 for p in declared) or any(
+        _may_need_sizes(part) for part in parts if part is not None
+    )

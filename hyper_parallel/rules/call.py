@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call: what a rule that depends on the call may see of it.
+
+A function in a table takes a `Call` and returns a rule, never placements. Operands are listed in
+the order of the op's own parameters: None stands for a python scalar where a tensor is allowed,
+an operand that is absent (no bias) is left out, and a list of tensors is spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import cast
+
+from hyper_parallel.core.rule import OpRule
+from hyper_parallel.errors import RuleError, describe
+
+__all__ = ["Call", "Rule", "letters", "spec"]
+
+Argument = bool | int | float | str | None | tuple["Argument", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Operand shapes and static arguments of one call; hashable.
+
+    Example:
+        >>> Call(((4, 6),), (("dim", -1),)).dim("dim")
+        1
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    args: tuple[tuple[str, Argument], ...] = ()
+    """Static arguments by torch's names; sequences as tuples."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first operand.
+
+        Raises:
+            RuleError: it is not a tensor.
+        """
+        first = self.shapes[0] if self.shapes else None
+        if first is None:
+            must = "the first operand must be a tensor"
+            raise RuleError(describe("Call", must, "Pass a tensor", shapes=self.shapes))
+        return first
+
+    def get(self, name: str, default: Argument = None) -> Argument:
+        """Give a static argument, or `default` where the call leaves it out."""
+        return dict(self.args).get(name, default)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Give a static argument as a bool."""
+        return bool(self.get(name, default))
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Give a static int argument.
+
+        Raises:
+            RuleError: it is missing and has no default, or it is not an int.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, int):
+            fix = "Pass it as an int"
+            raise RuleError(describe("Call", f"{name} must be an int", fix, **{name: value}))
+        return value
+
+    def numbers(self, name: str) -> tuple[int, ...] | None:
+        """Give a static argument that is an int or a sequence of ints; None where left out.
+
+        Raises:
+            RuleError: it is something else.
+        """
+        value = self.get(name)
+        if value is None:
+            return None
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(entry, int) for entry in values):
+            fix = "Pass ints"
+            raise RuleError(describe("Call", f"{name} must hold ints", fix, **{name: value}))
+        return cast("tuple[int, ...]", values)
+
+    def dim(self, name: str, default: int | None = None, *, extra: int = 0) -> int:
+        """Give a dim argument, made non-negative for the first operand's dims plus `extra`.
+
+        Raises:
+            RuleError: it is missing or out of range.
+        """
+        return self.normalize(self.number(name, default), extra=extra)
+
+    def normalize(self, dim: int, *, extra: int = 0) -> int:
+        """Make a dim of the first operand non-negative.
+
+        Raises:
+            RuleError: it is out of range.
+        """
+        ndim = len(self.shape) + extra
+        if not -ndim <= dim < ndim:
+            must = f"dim must be in [{-ndim}, {ndim})"
+            raise RuleError(describe("Call", must, "Pass a dim the tensor has", dim=dim))
+        return dim % ndim
+
+
+Rule = OpRule | Callable[[Call], OpRule]
+
+
+def letters(count: int) -> list[str]:
+    """Give `count` factor names.
+
+    Example:
+        >>> letters(3), letters(28)[-2:]
+        (['a', 'b', 'c'], ['a1', 'b1'])
+    """
+    return [ascii_lowercase[i % 26] + (str(i // 26) if i >= 26 else "") for i in range(count)]
+
+
+def spec(count: int, whole: tuple[int, ...] = ()) -> list[str]:
+    """Name `count` dims in order, with `_` for those in `whole`.
+
+    Example:
+        >>> spec(3, (1,))
+        ['a', '_', 'b']
+    """
+    names = iter(letters(count))
+    return ["_" if dim in whole else next(names) for dim in range(count)]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend interface: what generic code asks of a device and its collectives.
+
+[Note: consumes] A collective takes a contiguous array that the caller gives up: the backend may
+reduce or gather in place. Who still needs the array copies it first.
+
+[Note: group order] `Communicator.ranks` are listed by mesh coordinate, never sorted; "own index"
+and every list of pieces or sizes follow that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh import AbstractMesh
+
+__all__ = ["ArrayOps", "Backend", "Capabilities", "Communicator", "Work"]
+
+Array = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Answers about a backend, so that generic code never asks for its name.
+
+    Args:
+        uneven_gather: all_gather_v and reduce_scatter_v exist; else callers pad.
+        native_avg: all_reduce and reduce_scatter take "avg"; else callers sum and divide.
+        backward_thread: backward runs on a thread of its own, not on the caller's.
+        host_sizes: sizes are exchanged on the host without touching the device's stream.
+    """
+
+    uneven_gather: bool = False
+    native_avg: bool = False
+    backward_thread: bool = False
+    host_sizes: bool = True
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Array:
+        """Block (or order the current stream) until the result is there, and return it."""
+        ...
+
+
+class Communicator(Protocol):
+    """Collectives over one ordered group of ranks; see [Note: consumes], [Note: group order]."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Array, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Reduce over the group; every rank gets the result. Decides: which ops run natively."""
+        ...
+
+    def all_gather(self, x: Array, *, async_op: bool = False) -> Any:
+        """Concatenate equal pieces along dim 0. Decides: whether it gathers into one array."""
+        ...
+
+    def all_gather_v(self, x: Array, sizes: Sequence[int]) -> Array:
+        """Concatenate pieces of `sizes` rows along dim 0. Called only with `uneven_gather`."""
+        ...
+
+    def reduce_scatter(self, x: Array, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Reduce, then keep the own one of n equal pieces of dim 0. Decides: as all_reduce."""
+        ...
+
+    def reduce_scatter_v(self, x: Array, sizes: Sequence[int], op: str = "sum") -> Array:
+        """Reduce, then keep the own `sizes[rank]` rows. Called only with `uneven_gather`."""
+        ...
+
+    def all_to_all_v(self, x: Array, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Array:
+        """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
+        ...
+
+    def broadcast(self, x: Array, src: int = 0) -> Array:
+        """Give every rank the `x` of group index `src`. Every rank passes the same shape."""
+        ...
+
+    def scatter(self, out: Array, pieces: Sequence[Array] | None, src: int = 0) -> Array:
+        """Fill `out` with the own one of `src`'s equal-sized pieces; others pass None."""
+        ...
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Exchange a few host integers. Decides: which side group carries them."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here."""
+        ...
+
+
+class ArrayOps(Protocol):
+    """The few local operations that executing a plan needs. None of them records a gradient."""
+
+    def narrow(self, x: Array, dim: int, start: int, length: int) -> Array:
+        """View `length` entries of `dim`. Decides: nothing; a view, never a copy."""
+        ...
+
+    def cat(self, parts: Sequence[Array], dim: int) -> Array:
+        """Concatenate into a new contiguous array."""
+        ...
+
+    def movedim(self, x: Array, src: int, dst: int) -> Array:
+        """View `x` with one dim moved."""
+        ...
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        """Give `x` another shape of the same number of elements."""
+        ...
+
+    def contiguous(self, x: Array) -> Array:
+        """Give `x` itself if it is contiguous, else a contiguous copy."""
+        ...
+
+    def clone(self, x: Array) -> Array:
+        """Copy into a new contiguous array."""
+        ...
+
+    def empty(self, shape: Sequence[int], like: Array) -> Array:
+        """Make an uninitialised array with the dtype and device of `like`."""
+        ...
+
+    def identity(self, shape: Sequence[int], op: str, like: Array) -> Array:
+        """Make an array of the reduction's identity. Decides: infinities or integer limits."""
+        ...
+
+    def scale(self, x: Array, factor: float, *, divide: bool = False) -> Array:
+        """Multiply (or divide) into a new array of the same dtype."""
+        ...
+
+    def copy_into(self, dst: Array, src: Array) -> None:
+        """Write `src` into the view `dst` of the same shape."""
+        ...
+
+
+class Backend(Protocol):
+    """One kind of device with its collectives, as this process sees it."""
+
+    name: str
+    device_type: str
+    capabilities: Capabilities
+    ops: ArrayOps
+
+    def unavailable(self) -> str | None:
+        """Say why this backend cannot be used here, or None. Never raises."""
+        ...
+
+    def start(self, mesh: AbstractMesh) -> None:
+        """Be ready for `mesh`: default process group, current device, world size checked."""
+        ...
+
+    def rank(self) -> int:
+        """Give this process's global rank."""
+        ...
+
+    def world_size(self) -> int:
+        """Give the number of ranks in the world."""
+        ...
+
+    def prepare(self, mesh: AbstractMesh) -> Any:
+        """Make the groups of every axis; every rank of the world calls this. Returns a handle."""
+        ...
+
+    def group(self, handle: Any, axis: int) -> Any:
+        """Give the process group of one axis, as users of the framework know it."""
+        ...
+
+    def slice_handle(self, handle: Any, names: tuple[str, ...]) -> Any:
+        """Give the handle of a submesh; makes no group."""
+        ...
+
+    def flatten_handle(self, handle: Any, name: str) -> Any:
+        """Give the handle of the flattened mesh, making its groups at the first call."""
+        ...
+
+    def adopt_groups(
+        self, group: Any, device_type: str, mesh: Any, mesh_dim_names: tuple[str, ...] | None
+    ) -> tuple[AbstractMesh, Any]:
+        """Describe groups that exist already as a mesh and its handle."""
+        ...
+
+    def communicator(self, mesh: AbstractMesh, handle: Any, axis: int) -> Communicator:
+        """Give the collectives of one axis for this rank."""
+        ...
+
+    def index_array(self, mesh: AbstractMesh) -> Any:
+        """Give the mesh's ranks as the framework's integer array."""
+        ...
+
+    def device(self) -> Any:
+        """Give the framework's device object that this rank's arrays live on."""
+        ...

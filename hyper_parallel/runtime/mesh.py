@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeviceMesh: an AbstractMesh attached to the backend of this process, with torch's names."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
+from hyper_parallel.errors import BackendError, LayoutError, describe
+from hyper_parallel.runtime.interface import Backend, Communicator
+from hyper_parallel.runtime.registry import backend_for
+
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+
+_stack = threading.local()
+
+
+class DeviceMesh(AbstractMesh):
+    """Ranks on named axes, with this process's place among them and its process groups.
+
+    Making one is collective: every rank of the world takes part, those outside the mesh too.
+
+    Args:
+        device_type: such as "cpu", "cuda" or "npu".
+        mesh: global ranks as nested lists or an integer array; any order, any subset.
+        mesh_dim_names: one name per axis, or None.
+
+    Communicates:
+        Makes one process group per axis and row of the mesh.
+
+    Raises:
+        LayoutError: the mesh cannot exist.
+        BackendError: unknown device type, wrong world size, or a rank the world does not have.
+
+    Example:
+        >>> from hyper_parallel import DeviceMesh, simulate
+        >>> @simulate(4)
+        ... def ranks_of_tp():
+        ...     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
+        ...     return mesh["tp"].ranks, mesh.get_local_rank("tp")
+        >>> ranks_of_tp()
+        [((0, 2), 0), ((1, 3), 0), ((0, 2), 1), ((1, 3), 1)]
+    """
+
+    def __init__(
+        self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None
+    ) -> None:
+        shape, ranks = nested_ranks(mesh)
+        shape = shape or (len(ranks),)
+        super().__init__(device_type, shape, ranks=ranks, mesh_dim_names=mesh_dim_names)
+        backend = backend_for(device_type)
+        backend.start(self)
+        self._attach(backend, None)
+        _check_ranks(self, backend)
+        self._handle = backend.prepare(self)
+
+    @classmethod
+    def attached(
+        cls, abstract: AbstractMesh, backend: Backend, handle: Any, parent: DeviceMesh | None = None
+    ) -> DeviceMesh:
+        """Attach ranks to groups that exist already; for backends and interop."""
+        self = cls.__new__(cls)
+        AbstractMesh.__init__(
+            self,
+            abstract.device_type,
+            abstract.shape,
+            ranks=abstract.ranks,
+            mesh_dim_names=abstract.mesh_dim_names,
+        )
+        self._attach(backend, parent)
+        self._handle = handle
+        return self
+
+    def _attach(self, backend: Backend, parent: DeviceMesh | None) -> None:
+        self.backend = backend
+        self._parent = parent
+        self._my_rank = backend.rank()
+        self._my_coordinate = self.coordinate(self._my_rank)
+        self._communicators: dict[int, Communicator] = {}
+        self._slices: dict[tuple[str, ...], DeviceMesh] = {}
+        self._hash = hash((self._key(), id(backend), self._my_rank))
+
+    @property
+    def handle(self) -> Any:
+        """What the backend made for this mesh (torch backends: torch's DeviceMesh)."""
+        return self._handle
+
+    @property
+    def mesh(self) -> Any:
+        """The ranks as the framework's integer array (torch: an int tensor)."""
+        return self.backend.index_array(self)
+
+    def get_rank(self) -> int:
+        """Give this process's global rank."""
+        return self._my_rank
+
+    def get_coordinate(self) -> list[int] | None:
+        """Give this rank's coordinate, or None outside the mesh."""
+        return None if self._my_coordinate is None else list(self._my_coordinate)
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Give this rank's position along an axis; without an axis the mesh must have one.
+
+        Raises:
+            LayoutError: several axes and none named, or this rank is outside the mesh.
+        """
+        return self._here("get_local_rank")[self._one_axis(mesh_dim, "get_local_rank")]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Give the process group along an axis, as the framework knows it."""
+        return self.backend.group(self._handle, self._one_axis(mesh_dim, "get_group"))
+
+    def get_all_groups(self) -> list[Any]:
+        """List the process groups of all axes."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def communicator(self, axis: int) -> Communicator:
+        """Give this rank's collectives along an axis."""
+        found = self._communicators.get(axis)
+        if found is None:
+            self._here("communicator")
+            found = self.backend.communicator(self, self._handle, axis)
+            self._communicators[axis] = found
+        return found
+
+    @property
+    def my_coordinate(self) -> tuple[int, ...]:
+        """This rank's coordinate.
+
+        Raises:
+            LayoutError: this rank is outside the mesh.
+        """
+        return self._here("DeviceMesh")
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Give the submesh over the named axes that this rank is in.
+
+        Raises:
+            LayoutError: the mesh has no names, or not these.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if wanted == self.mesh_dim_names:
+            return self
+        found = self._slices.get(wanted)
+        if found is None:
+            axes = [self.axis_index(name) for name in wanted]
+            abstract = AbstractMesh(
+                self.device_type,
+                [self.shape[axis] for axis in axes],
+                ranks=self.submesh_ranks(axes, rank=self._my_rank),
+                mesh_dim_names=wanted,
+            )
+            handle = self.backend.slice_handle(self._handle, wanted)
+            found = DeviceMesh.attached(abstract, self.backend, handle, self._parent or self)
+            self._slices[wanted] = found
+        return found
+
+    def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """Give the 1-axis mesh over all ranks of this one, row-major.
+
+        Args:
+            mesh_dim_name: the new axis's name; default the names joined by "_".
+
+        Communicates:
+            Makes the joint groups at the first call; collective as making a mesh is.
+        """
+        name = mesh_dim_name or "_".join(self.axis_names)
+        found = self._slices.get(("flatten", name))
+        if found is None:
+            abstract = AbstractMesh(
+                self.device_type, (self.size(),), ranks=self.ranks, mesh_dim_names=(name,)
+            )
+            handle = self.backend.flatten_handle(self._handle, name)
+            found = DeviceMesh.attached(abstract, self.backend, handle, self._parent or self)
+            self._slices["flatten", name] = found
+        return found
+
+    @classmethod
+    def from_group(
+        cls,
+        group: Any,
+        device_type: str,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: tuple[str, ...] | None = None,
+    ) -> DeviceMesh:
+        """Make a mesh on process groups that exist already.
+
+        Args:
+            group: one process group, or one per axis.
+            device_type: such as "cpu".
+            mesh: the ranks; needed for several groups.
+            mesh_dim_names: one name per axis.
+        """
+        backend = backend_for(device_type)
+        abstract, handle = backend.adopt_groups(group, device_type, mesh, mesh_dim_names)
+        return cls.attached(abstract, backend, handle)
+
+    def __enter__(self) -> DeviceMesh:
+        _meshes().append(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _meshes().pop()
+
+    def _here(self, where: str) -> tuple[int, ...]:
+        if self._my_coordinate is None:
+            raise LayoutError(
+                describe(
+                    where,
+                    f"this rank must be in the mesh (ranks {self.ranks})",
+                    f"rank {self._my_rank} not in mesh; ask only on the mesh's ranks",
+                    rank=self._my_rank,
+                )
+            )
+        return self._my_coordinate
+
+    def _one_axis(self, axis: int | str | None, where: str) -> int:
+        if axis is not None:
+            return self.axis_index(axis)
+        if self.ndim != 1:
+            raise LayoutError(
+                describe(
+                    where,
+                    "mesh_dim must be given for a mesh of several axes",
+                    f"Pass one of {self.axis_names}",
+                    mesh_dim=None,
+                    mesh=self,
+                )
+            )
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, DeviceMesh):
+            return NotImplemented
+        same_place = self.backend is other.backend and self._my_rank == other._my_rank
+        return same_place and self._key() == other._key()
+
+    __hash__ = AbstractMesh.__hash__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _restore_mesh, self._key()
+
+
+def _restore_mesh(
+    device_type: str,
+    shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    names: tuple[str, ...] | None,
+) -> DeviceMesh:
+    """Make a pickled mesh anew; collective, as making any mesh is."""
+    return DeviceMesh(device_type, nest_ranks(ranks, shape), mesh_dim_names=names)
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+) -> DeviceMesh:
+    """Make a mesh over ranks `0 .. prod(mesh_shape) - 1`, row-major.
+
+    Starts the default process group if there is none, and sets the current device from
+    LOCAL_RANK, as torch's does.
+
+    Args:
+        device_type: such as "cpu", "cuda" or "npu".
+        mesh_shape: number of ranks along each axis; their product must be the world size.
+        mesh_dim_names: one name per axis, or None.
+
+    Communicates:
+        Makes one process group per axis and row of the mesh.
+
+    Raises:
+        BackendError: unknown device type, or the world is smaller than the mesh.
+        LayoutError: the mesh cannot exist.
+
+    Example:
+        >>> from hyper_parallel import init_device_mesh, simulate
+        >>> @simulate(4)
+        ... def coordinates():
+        ...     return init_device_mesh("cpu", (2, 2)).get_coordinate()
+        >>> coordinates()
+        [[0, 0], [0, 1], [1, 0], [1, 1]]
+    """
+    shape = tuple(mesh_shape)
+    ranks = nest_ranks(range(math.prod(shape)), shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names)
+
+
+def current_mesh() -> DeviceMesh | None:
+    """Give the mesh of the innermost `with mesh:` block, or None."""
+    stack = _meshes()
+    return stack[-1] if stack else None
+
+
+def _meshes() -> list[DeviceMesh]:
+    if not hasattr(_stack, "meshes"):
+        _stack.meshes = []
+    return _stack.meshes
+
+
+def _check_ranks(mesh: DeviceMesh, backend: Backend) -> None:
+    world = backend.world_size()
+    if max(mesh.ranks) >= world:
+        raise BackendError(
+            describe(
+                "DeviceMesh",
+                f"every rank of the mesh must be below the world size {world}",
+                "Start as many processes as the mesh has ranks (torchrun --nproc-per-node), or make"
+                " a smaller mesh",
+                mesh_shape=mesh.shape,
+                world_size=world,
+            )
+        )

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans and the executor against the oracle: every pair of layouts, on one, two and three axes."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from hyper_parallel.core import AbstractMesh, Layout, Partial, Replicate, Shard, plan
+from hyper_parallel.core.placement import REDUCE_OPS
+from hyper_parallel.errors import LayoutError
+from hyper_parallel.runtime import execute
+from hyper_parallel.runtime.executor import scatter_from
+from support import oracle
+from support.lockstep import World
+from support.moves import Move, check_moves
+
+CAPABILITIES = [
+    {"uneven_gather": uneven, "native_avg": avg}
+    for uneven, avg in itertools.product((False, True), repeat=2)
+]
+# Even, uneven and empty shards on up to 4 ranks; no elements at all; no dims at all.
+SHAPES = [(8, 4), (5, 3), (2, 6), (1, 9), (6,), (0, 3), (3, 0), (2, 3, 5), ()]
+
+
+def placements_of(shape, ops=REDUCE_OPS):
+    shards = [Shard(dim) for dim in range(len(shape))]
+    blocks = [Shard(dim, block=2) for dim, size in enumerate(shape) if size % 2 == 0]
+    return [Replicate(), *shards, *blocks, *map(Partial, ops)]
+
+
+def legal_pairs(grid, shape, choices):
+    """Every pair of layouts that can be built from these placements."""
+    mesh = AbstractMesh("cpu", grid.shape)
+    layouts = []
+    for placements in itertools.product(choices, repeat=grid.ndim):
+        try:
+            layouts.append(Layout(mesh, placements, shape).placements)
+        except LayoutError:
+            continue
+    return list(itertools.product(layouts, repeat=2))
+
+
+@pytest.mark.parametrize("capabilities", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("ranks", [[0], [1, 0], [2, 0, 1], [3, 1, 0, 2]], ids=str)
+def test_execute_every_pair_on_one_axis(ranks, capabilities):
+    grid = np.array(ranks)
+    moves = [
+        Move(shape, src, dst)
+        for shape in SHAPES
+        for src, dst in legal_pairs(grid, shape, placements_of(shape))
+    ]
+    check_moves(grid, moves, **capabilities)
+
+
+@pytest.mark.parametrize(
+    "grid, shape, ops",
+    [
+        ([[5, 0, 3], [1, 4, 2]], (7, 2), ("sum",)),
+        ([[5, 0, 3], [1, 4, 2]], (4,), ("sum", "avg", "max")),
+        ([[2, 1], [0, 3]], (5, 3), ("max", "avg")),
+        ([[2], [0]], (4,), ("sum", "avg", "max")),
+        ([[1, 0, 3]], (5,), ("sum", "product", "min")),
+    ],
+    ids=str,
+)
+def test_execute_every_pair_on_two_axes(grid, shape, ops):
+    grid = np.array(grid)
+    pairs = legal_pairs(grid, shape, placements_of(shape, ops))
+    moves = [Move(shape, src, dst) for src, dst in pairs]
+    check_moves(grid, moves, uneven_gather=len(shape) == 1)
+
+
+def test_execute_pairs_on_three_axes():
+    grid = np.array([[[6, 1], [4, 0]], [[3, 7], [2, 5]]])
+    choices = [Replicate(), Shard(0), Shard(1), Partial()]
+    pairs = legal_pairs(grid, (5, 3), choices)
+    check_moves(grid, [Move((5, 3), src, dst) for src, dst in pairs[::7]])
+
+
+@st.composite
+def settings_of_moves(draw):
+    """Draw a mesh of up to 8 ranks in any order, a shape, and two legal layouts."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    assume(math.prod(sizes) <= 8)
+    count = math.prod(sizes)
+    ranks = draw(st.permutations(range(count + 2)))[:count]
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    choices = placements_of(shape, ops=())
+
+    def layout():
+        ops = draw(st.sampled_from([("sum", "avg"), *((op,) for op in REDUCE_OPS)]))
+        options = st.sampled_from([*choices, *map(Partial, ops)])
+        placements = tuple(draw(st.tuples(*(options for _ in sizes))))
+        try:
+            Layout(AbstractMesh("cpu", sizes), placements, shape)
+        except LayoutError:
+            assume(False)
+        return placements
+
+    return np.array(ranks).reshape(sizes), Move(shape, layout(), layout())
+
+
+@given(case=settings_of_moves(), uneven=st.booleans(), avg=st.booleans())
+def test_execute_any_pair_on_any_mesh(case, uneven, avg):
+    grid, move = case
+    check_moves(grid, [move], uneven_gather=uneven, native_avg=avg)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
+@pytest.mark.parametrize("op", ["sum", "max", "min", "product"])
+def test_execute_shard_to_partial_and_back_keeps_any_dtype(dtype, op):
+    mesh = AbstractMesh("cpu", (3,))
+    cut, pending = (Layout(mesh, (p,), (5,)) for p in (Shard(0), Partial(op)))
+    limits = np.iinfo(dtype) if "int" in dtype else np.finfo(dtype)
+    whole = np.array([limits.min, -1, 0, 3, limits.max], dtype)
+    held = oracle.pieces(np.arange(3), (Shard(0),), whole)
+
+    def work(rank, attached):
+        contribution = execute(plan(cut, pending), held[rank], attached)
+        return contribution, execute(plan(pending, cut), contribution, attached)
+
+    for rank, (contribution, back) in enumerate(World(3).run(work, mesh)):
+        assert contribution.dtype == back.dtype == np.dtype(dtype)
+        assert np.array_equal(back, held[rank])
+
+
+def test_execute_takes_a_strided_array():
+    mesh = AbstractMesh("cpu", (3,))
+    whole = np.arange(35.0).reshape(5, 7)
+    choices = placements_of((5, 7), ops=("sum",))
+    layouts = [Layout(mesh, (p,), (5, 7)) for p in choices]
+
+    def work(rank, attached):
+        for src, dst in itertools.product(layouts, repeat=2):
+            given_array = oracle.pieces(np.arange(3), src.placements, whole)[rank]
+            results = [
+                execute(plan(src, dst), given_array.copy(order=order), attached) for order in "CF"
+            ]
+            assert np.array_equal(*results), (src, dst)
+            assert src == dst or results[1].flags.c_contiguous
+
+    World(3).run(work, mesh)
+
+
+def test_execute_outside_the_mesh_does_nothing():
+    mesh = AbstractMesh("cpu", (2,), ranks=(3, 1))
+    src, dst = (Layout(mesh, (p,), (4,)) for p in (Partial(), Replicate()))
+    world = World(4)
+    nothing = np.zeros((0,))
+    inputs = {1: np.ones(4), 3: np.ones(4)}
+    results = world.run(lambda rank, m: execute(plan(src, dst), inputs.get(rank, nothing), m), mesh)
+    assert results[0] is nothing and results[2] is nothing
+    assert results[1].tolist() == results[3].tolist() == [2.0] * 4
+    assert [len(calls) for calls in world.calls] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (5, 6), (2, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(1, block=3)], ids=repr)
+@pytest.mark.parametrize("src", [0, 2])
+def test_scatter_from_cuts_one_ranks_array(shape, placement, src):
+    grid = np.array([2, 0, 3, 1])
+    mesh = AbstractMesh("cpu", (4,), ranks=grid.tolist())
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    whole.flags.writeable = False
+    expected = oracle.pieces(grid, (placement,), whole)
+
+    def work(rank, attached):
+        source = whole if rank == grid[src] else None
+        return scatter_from(attached, 0, source, shape, whole, placement, src)
+
+    for rank, piece in enumerate(World(4).run(work, mesh)):
+        assert piece.shape == expected[rank].shape
+        assert np.array_equal(piece, expected[rank])
+        assert piece.flags.c_contiguous
+        assert not np.shares_memory(piece, whole)

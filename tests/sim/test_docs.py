@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example in the docstrings of modules that need a (simulated) world does what it says."""
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = [
+    "hyper_parallel.runtime.executor",
+    "hyper_parallel.runtime.mesh",
+    "hyper_parallel.runtime.registry",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_module(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
