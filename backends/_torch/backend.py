@@ -98,12 +98,7 @@ class TorchBackend:
             return TorchMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
 
     def flatten_handle(self, handle: TorchMesh, name: str) -> TorchMesh:
-        """Give a 1-axis torch mesh over all ranks of `handle`; collective over those ranks.
-
-        Raises:
-            BackendError: the default group was started with `device_id`, and the group would have
-                to be split from it on every rank of the world.
-        """
+        """Give a 1-axis torch mesh over all ranks of `handle`; collective over those ranks."""
         ranks = handle.mesh.flatten()
         group = handle.get_group(0) if handle.ndim == 1 else _joint_group(ranks.tolist(), name)
         return TorchMesh.from_group([group], self.device_type, ranks, mesh_dim_names=(name,))
@@ -115,11 +110,7 @@ class TorchBackend:
         mesh: Any,
         mesh_dim_names: tuple[str, ...] | None,
     ) -> tuple[AbstractMesh, TorchMesh]:
-        """Describe process groups that exist already as a mesh and torch's mesh on them.
-
-        Raises:
-            LayoutError: `mesh` is missing for several groups, or does not list a group's ranks.
-        """
+        """Describe process groups that exist already as a mesh and torch's mesh on them."""
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         if mesh is None and len(groups) == 1:
             mesh = dist.get_process_group_ranks(groups[0])

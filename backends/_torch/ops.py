@@ -52,13 +52,7 @@ class TorchOps:
     def identity(self, shape: Sequence[int], op: str, like: torch.Tensor) -> torch.Tensor:
         """Make a tensor of the reduction's identity, with the dtype and device of `like`.
 
-        Args:
-            shape: the shape.
-            op: "sum" or "avg" (0), "product" (1), "max" (lowest value), "min" (highest value).
-            like: gives dtype and device.
-
-        Raises:
-            BackendError: the op is unknown, or needs an order that complex numbers lack.
+        "sum" and "avg" have 0, "product" 1, "max" the lowest value and "min" the highest.
         """
         value = _identity_value(op, like.dtype)
         return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
@@ -66,10 +60,8 @@ class TorchOps:
     def scale(self, x: torch.Tensor, factor: float, *, divide: bool = False) -> torch.Tensor:
         """Multiply (or divide) into a new tensor of the same dtype.
 
-        Integers stay exact: reading whether a division is costs a device synchronisation.
-
-        Raises:
-            BackendError: a bool tensor, or an integer result that is not a whole number.
+        Integers stay exact or are refused; to read whether a division is exact costs a device
+        synchronisation.
         """
         x = _plain(x)
         if x.is_floating_point() or x.is_complex():

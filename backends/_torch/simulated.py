@@ -151,6 +151,15 @@ class SimulatedBackend:
     ) -> tuple[AbstractMesh, SimulatedMesh]:
         """Describe groups of this backend as a mesh.
 
+        Args:
+            group: one group, or one per axis.
+            device_type: the mesh's.
+            mesh: the ranks, nested; default those of the one group.
+            mesh_dim_names: one name per axis, or None.
+
+        Returns:
+            The mesh, and its handle.
+
         Raises:
             LayoutError: several groups without ranks, or groups that are not the mesh's.
         """

@@ -116,7 +116,7 @@ def _send_along(
     comm = mesh.communicator(axis)
     if isinstance(placement, Shard):
         mine = local if comm.rank == src else None
-        return scatter_from(mesh, axis, mine, tuple(local.shape), local, placement, src)
+        return scatter_from(mesh, axis, mine, local, placement, src)
     return comm.broadcast(local.clone(), src) if local.numel() else local.clone()
 
 

@@ -59,44 +59,46 @@ class LinearForward:
         self.use_local_output: bool = declared["use_local_output"]
         self.even_shards: bool = declared["even_shards"]
         self.sizes = (module.in_features, module.out_features)
-        self._simple, self._width = self._simple_moves()
+        self._simple = self._simple_moves() if self.use_local_output else None
         self._planned: dict[tuple[int, ...], Moves] = {}
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer to a plain local tensor or a DTensor."""
         params = self.module._parameters
         weight, bias = params["weight"], params["bias"]
-        assert weight is not None
-        if isinstance(input, DTensor):
-            input = self._arrive(input)
         moves = self._simple
-        if moves is None or not self.use_local_output or input.shape[-1] != self._width:
+        if moves is None or type(input) is not torch.Tensor:
+            if isinstance(input, DTensor):
+                input = self._arrive(input)
             moves = self._moves(input)
-        if torch.is_grad_enabled():
-            return _FusedLinear.apply(input, weight, bias, self, moves)  # type: ignore[return-value]
-        y, _, _ = self.compute(input, weight, bias, moves)
+        try:
+            if torch.is_grad_enabled():
+                return _FusedLinear.apply(input, weight, bias, self, moves)  # type: ignore[return-value]
+            y = self.compute(input, weight, bias, moves)[0]
+        except RuntimeError:
+            self._moves(input)  # says what is wrong with a shape, in terms of the plan
+            raise
         return y if self.use_local_output else DTensor(y, _required(moves.y_layout))
 
     def compute(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, moves: Moves
+        self, x: torch.Tensor, weight: Any, bias: Any, moves: Moves
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the forward on local tensors; also give the moved input and the local weight."""
-        x = x._local if type(x) is DTensor else x  # type: ignore[attr-defined]
-        w = weight._local if type(weight) is DTensor else local_of(weight)  # type: ignore[attr-defined]
+        w = weight._local if type(weight) is DTensor else local_of(weight)
+        b = bias
+        if b is not None:
+            b = bias._local if type(bias) is DTensor else local_of(bias)
+        if type(x) is DTensor:
+            x = x._local
         if moves.enter is not None:
             x = moves.enter(x)
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, w = x.to(dtype), w.to(dtype)
-        b = None
-        if bias is not None:
-            b = bias._local if type(bias) is DTensor else local_of(bias)  # type: ignore[attr-defined]
-        y = F.linear(x, w, b if self.column else None)
+        if self.column:
+            y = F.linear(x, w, b)
+            return (y if moves.leave is None else moves.leave(y)), x, w
+        y = F.linear(x, w)
         if moves.leave is not None:
             y = moves.leave(y)
-        if b is not None and not self.column:
-            y = self._add_bias(y, b)
-        return y, x, w
+        return (y if b is None else self._add_bias(y, b)), x, w
 
     def _add_bias(self, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Add a row-wise bias once: on the first rank of a pending sum, the own part of a cut."""
@@ -110,21 +112,19 @@ class LinearForward:
 
     # ------------------------------------------------------------------ moves
 
-    def _simple_moves(self) -> tuple[Moves | None, int]:
-        """Give the moves that no shape changes, and the input's local width they hold for.
+    def _simple_moves(self) -> Moves | None:
+        """Give the moves that no shape changes, or None where moves depend on shapes.
 
         These are column-wise from Replicate to a cut last dim, and row-wise the other way.
         """
         inner = self.y_place if self.column else self.x_place
         outer = self.x_place if self.column else self.y_place
         if not outer.is_replicate() or not inner.is_shard(-1):
-            return None, 0
+            return None
         reduce = self.mesh.communicator(0).all_reduce if self.mesh.size() > 1 else None
         if self.column:
-            return Moves(None, None, None, None, reduce, None, None), self.sizes[0]
-        cut = Layout(self.mesh, (inner,), (self.sizes[0],))
-        width = cut.local_shape(self.mesh.get_rank())[0]
-        return Moves(None, reduce, None, None, None, None, None), width
+            return Moves(None, None, None, None, reduce, None, None)
+        return Moves(None, reduce, None, None, None, None, None)
 
     def _moves(self, x: torch.Tensor) -> Moves:
         """Give the moves for this input's global shape."""
@@ -222,6 +222,8 @@ class _FusedLinear(torch.autograd.Function):
         moves: Moves,
     ) -> torch.Tensor:
         y, used, w = edge.compute(x, weight, bias, moves)
+        if y.dtype != w.dtype:  # under autocast
+            used, w = used.to(y.dtype), w.to(y.dtype)
         ctx.save_for_backward(used, w)
         ctx.edge, ctx.moves, ctx.weight, ctx.bias = edge, moves, weight, bias
         ctx.x_leaf = x.is_leaf if type(x) is DTensor else None
@@ -244,22 +246,22 @@ class _FusedLinear(torch.autograd.Function):
         if need_x:
             grad_x = grad @ w
             if moves.reduce_back is not None:
-                work = moves.reduce_back(grad_x.contiguous(), async_op=True)
+                work = moves.reduce_back(grad_x, async_op=True)
         if need_w or need_b:
             rows = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
-        if need_w:
-            inputs = used.flatten(0, -2) if used.dim() > 1 else used.unsqueeze(0)
-            grad_w = _to_leaf(ctx.weight, rows.t() @ inputs)
-        if need_b:
-            grad_b = _to_leaf(ctx.bias, rows.sum(0))
+            if need_w:
+                inputs = used.flatten(0, -2) if used.dim() > 1 else used.unsqueeze(0)
+                grad_w = _to_leaf(ctx.weight, rows.t() @ inputs)
+            if need_b:
+                grad_b = _to_leaf(ctx.bias, rows.sum(0))
         if grad_x is not None:
-            grad_x = work.wait() if work is not None else grad_x
-            grad_x = _to_input(ctx, grad_x)
+            if work is not None:
+                grad_x = work.wait()
+            grad_x = _to_input(ctx, moves, grad_x)
         return grad_x, grad_w, grad_b, None, None
 
 
-def _to_input(ctx: Any, grad_x: torch.Tensor) -> torch.Tensor:
-    moves: Moves = ctx.moves
+def _to_input(ctx: Any, moves: Moves, grad_x: torch.Tensor) -> torch.Tensor:
     if moves.enter_back is not None:
         grad_x = moves.enter_back(grad_x)
     if grad_x.dtype != ctx.x_dtype:

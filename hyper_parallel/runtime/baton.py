@@ -67,13 +67,12 @@ class _Rank:
     refusal: BaseException | None = None
     outcome: Outcome | None = None
 
-    def answer(self) -> Any:
-        """Take the reply or raise the refusal; still waiting means that the run is stopping."""
-        wait, self.wait = self.wait, None
-        reply, self.reply = self.reply, None
-        refusal, self.refusal = self.refusal, None
-        if wait is not None:
-            raise Released(f"in {wait}")
+    def answer(self, stopping: bool) -> Any:
+        """Take the reply, raise the refusal, or end with the run that is stopping."""
+        self.wait, reply, refusal = None, self.reply, self.refusal
+        self.reply = self.refusal = None
+        if stopping:
+            raise Released("at a collective")
         if refusal is not None:
             raise refusal
         return reply
@@ -105,6 +104,9 @@ class Baton:
             work: called in each rank's thread, in a copy of the caller's context.
             stop_early: after a rank's error, release the others at their next exchange; else they
                 go on as long as they need no rank that failed.
+
+        Returns:
+            One outcome for each rank, in rank order.
         """
         self._stop_early = stop_early
         self._ranks = [_Rank(r, [part.fork() for part in self._parts]) for r in range(self.size)]
@@ -168,7 +170,7 @@ class Baton:
             del self._groups[tag, ranks]
             self._complete([self._ranks[rank] for rank in ranks], combine)
         self._give_up(me)
-        return me.answer()
+        return me.answer(self._stopping)
 
     def _me(self) -> _Rank:
         if _here.rank is None or _here.baton is not self:
@@ -263,13 +265,17 @@ class Baton:
             if following is None:
                 return
             self._hand_to(following)
-        if not self._done.acquire(timeout=_GRACE_S):
+        ended = self._done.acquire(timeout=_GRACE_S)
+        if not ended:
             # The running rank computes without any exchange: raise inside it.
             ident = threads[self._running.rank].ident if self._running else None
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(ident or 0), ctypes.py_object(Released)
             )
-            self._done.acquire(timeout=_GRACE_S)
+            ended = self._done.acquire(timeout=_GRACE_S)
+        for thread in threads:
+            if ended and thread.ident is not None:
+                thread.join()
 
 
 def _taken_lock() -> threading.Lock:

@@ -207,7 +207,6 @@ def scatter_from(
     mesh: DeviceMesh,
     axis: int,
     whole: Array | None,
-    shape: Sequence[int],
     like: Array,
     placement: Shard,
     src: int = 0,
@@ -218,13 +217,12 @@ def scatter_from(
         mesh: the mesh.
         axis: the axis to scatter along.
         whole: the array on position `src`; None elsewhere.
-        shape: the shape of `whole`, known everywhere.
-        like: an array with the dtype and device of the result.
+        like: an array with the shape, dtype and device of `whole`.
         placement: which dim is cut, and how.
         src: the position along the axis that holds `whole`.
     """
     ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    dim = placement.dim
+    dim, shape = placement.dim, tuple(like.shape)
     sizes = chunk_sizes(shape[dim], comm.size, placement.block)
     rest = [*shape[:dim], *shape[dim + 1 :]]
     out = ops.empty((max(sizes), *rest), like)

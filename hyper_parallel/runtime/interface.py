@@ -185,6 +185,10 @@ class Backend(Protocol):
         """Describe groups that exist already as a mesh and its handle."""
         ...
 
+    def wrap_mesh(self, mesh: Any) -> Any:
+        """Give our DeviceMesh for the framework's own, on the same groups; the same one each time."""
+        ...
+
     def communicator(self, mesh: AbstractMesh, handle: Any, axis: int) -> Communicator:
         """Give the collectives of one axis for this rank."""
         ...

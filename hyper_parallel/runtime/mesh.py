@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
 from hyper_parallel.errors import BackendError, LayoutError, describe
@@ -303,9 +303,10 @@ def current_mesh() -> DeviceMesh | None:
 
 
 def _meshes() -> list[DeviceMesh]:
-    if not hasattr(_stack, "meshes"):
-        _stack.meshes = []
-    return _stack.meshes
+    meshes = cast("list[DeviceMesh] | None", getattr(_stack, "meshes", None))
+    if meshes is None:
+        meshes = _stack.meshes = []
+    return meshes
 
 
 def _check_ranks(mesh: DeviceMesh, backend: Backend) -> None:

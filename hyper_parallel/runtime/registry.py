@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import cast
@@ -101,7 +101,7 @@ def _state(target: str) -> str:
 
 
 @contextmanager
-def override_backend(backend: Backend) -> Iterator[None]:
+def override_backend(backend: Backend) -> Generator[None, None, None]:
     """Serve every device type by `backend` in this thread, until the block ends."""
     before = getattr(_override, "backend", None)
     _override.backend = backend

@@ -58,6 +58,9 @@ class Simulation:
         The signature stays, so that a pytest test keeps its fixtures and parameters; every rank
         gets the same argument objects.
 
+        Args:
+            fn: the function.
+
         Returns:
             A function that gives the ranks' results as `run` does, or None if all are None.
         """
@@ -71,6 +74,11 @@ class Simulation:
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Run a function on every rank.
+
+        Args:
+            fn: the function.
+            *args: passed on, the same objects to every rank.
+            **kwargs: passed on, as `args`.
 
         Returns:
             What each rank returned, in rank order.
@@ -94,6 +102,11 @@ class Simulation:
 
         A rank's error does not stop the others, unless they wait for that rank: then theirs is a
         BackendError that says so.
+
+        Args:
+            fn: the function.
+            *args: passed on, the same objects to every rank.
+            **kwargs: passed on, as `args`.
 
         Returns:
             What each rank returned or raised, in rank order.

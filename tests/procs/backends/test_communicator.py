@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.backends._torch.communicator import TorchCommunicator
 from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime import DeviceMesh, init_device_mesh
 
@@ -160,6 +161,27 @@ def on_complex() -> list[Any]:
 def test_reduce_complex(procs2: Any) -> None:
     whole = [2 + 4j, 6j]
     assert procs2.run(on_complex) == [[whole, [1 + 2j], whole], [whole, [3j], whole]]
+
+
+def uneven_forms() -> list[bool]:
+    """Run the forms that gloo's executor never calls, as far as gloo can: the lists NCCL takes."""
+    mesh = DeviceMesh("cpu", [2, 0, 3, 1])
+    dtypes = mesh.backend.dtypes
+    comm = TorchCommunicator(mesh.get_group(), mesh.ranks, "cpu", dtypes=dtypes, uneven=True)
+    sizes, i = [1, 3, 0, 2], comm.rank
+    start = sum(sizes[:i])
+    good = []
+    for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64):
+        given = data(comm.ranks[i], dtype, 6)
+        mine = expected(comm.ranks, dtype, "sum", 6)[start : start + sizes[i]]
+        good.append(same(comm.reduce_scatter_v(given, sizes), mine))
+        whole = torch.cat([data(rank, dtype, 2) for rank in comm.ranks])
+        good.append(same(comm.all_gather_v(data(comm.ranks[i], dtype, 2), [2] * 4), whole))
+    return good
+
+
+def test_uneven_forms_in_group_order(procs4: Any) -> None:
+    assert procs4.run(uneven_forms) == [[True] * 8] * 4
 
 
 def refused(case: str) -> str:

@@ -94,6 +94,18 @@ def test_meshes_are_equal_by_value():
     assert all(mesh != other for other in [*others, "mesh"])
 
 
+def test_a_mesh_never_equals_one_of_a_kind_that_hashes_otherwise():
+    class Attached(AbstractMesh):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            return super().__eq__(other) if isinstance(other, Attached) else NotImplemented
+
+    mesh, attached = AbstractMesh("cpu", (2,)), Attached("cpu", (2,))
+    assert mesh != attached and attached != mesh
+    assert attached == Attached("cpu", (2,))
+
+
 def test_a_pickled_mesh_hashes_as_a_new_one():
     mesh = AbstractMesh("cpu", (2,), ranks=(3, 1), mesh_dim_names=("tp",))
     expected = hash(mesh)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes, submeshes and groups on the simulated backend."""
+
+import pytest
+import torch
+
+from hyper_parallel.errors import LayoutError
+from hyper_parallel.runtime import DeviceMesh, backend_for, current_rank, init_device_mesh, simulate
+
+
+def test_meshes_slices_and_groups():
+    def run():
+        mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
+        tp = mesh.get_group("tp")
+        flat = mesh["dp", "tp"].flatten("all")
+        other = DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh.mesh)
+        value = torch.tensor([float(current_rank())])
+        return (
+            (tp.ranks, tp.rank(), tp.size()),
+            mesh["tp"].communicator(0).all_gather(value).tolist(),
+            flat.communicator(0).all_gather(value).tolist(),
+            other.communicator(0).all_gather(value).tolist(),
+            DeviceMesh.from_group(tp, "cpu").ranks == mesh["tp"].ranks,
+            mesh["tp"].get_group() == tp,
+            mesh.mesh.tolist(),
+            str(mesh.backend.device()),
+        )
+
+    whole = [3.0, 1.0, 0.0, 2.0]
+    common = (True, True, [[3, 1], [0, 2]], "cpu")
+    assert simulate(4).run(run) == [
+        (((0, 2), 0, 2), [0.0, 2.0], whole, [3.0, 0.0], *common),
+        (((3, 1), 1, 2), [3.0, 1.0], whole, [1.0, 2.0], *common),
+        (((0, 2), 1, 2), [0.0, 2.0], whole, [1.0, 2.0], *common),
+        (((3, 1), 0, 2), [3.0, 1.0], whole, [3.0, 0.0], *common),
+    ]
+
+
+def test_flatten_of_a_submesh_meets_only_its_ranks():
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        if current_rank() >= 4:
+            return None
+        flat = mesh["dp", "tp"].flatten()
+        return flat.ranks, flat.communicator(0).all_gather(torch.tensor([current_rank()])).tolist()
+
+    assert simulate(8).run(run) == [((0, 1, 2, 3), [0, 1, 2, 3])] * 4 + [None] * 4
+
+
+def test_a_rank_outside_the_mesh_takes_part_in_making_it():
+    def run():
+        mesh = DeviceMesh("cpu", [2, 0])
+        group = mesh.get_group()
+        if mesh.get_coordinate() is None:
+            with pytest.raises(LayoutError, match="rank 1 not in mesh"):
+                mesh.communicator(0)
+            assert (group.rank(), group.size()) == (-1, 0)
+            return None
+        return mesh.communicator(0).all_gather_ints([current_rank()])
+
+    assert simulate(3).run(run) == [[(2,), (0,)], None, [(2,), (0,)]]
+
+
+def test_a_mesh_larger_than_the_world_is_refused_on_every_rank():
+    for one in simulate(2).outcomes(lambda: init_device_mesh("cpu", (4,))):
+        assert str(one) == (
+            "init_device_mesh: every rank of the mesh must be below the world size 2, but got "
+            "mesh_shape=(4,), world_size=2. Use simulate(4), or make a smaller mesh."
+        )
+
+
+def test_groups_that_are_not_the_meshs_are_refused():
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2))
+        groups = mesh.get_all_groups()
+        for wrong in ((groups, None), (groups, [0, 1, 2, 3]), (groups[::-1], [[0, 1], [2, 3]])):
+            with pytest.raises(LayoutError, match="from_group: mesh must list the ranks"):
+                DeviceMesh.from_group(wrong[0], "cpu", wrong[1])
+
+    simulate(4).run(run)
+
+
+def test_capabilities_say_what_the_executor_may_use():
+    def run():
+        backend = backend_for("npu")
+        return backend.capabilities.uneven_gather, backend.capabilities.native_avg
+
+    assert simulate(1).run(run) == [(True, True)]
