@@ -6,7 +6,7 @@
 #   make bench           measure the cost on the host; BENCH names another script of benchmarks/
 #
 #   make test TORCH=2.11.0                                        another torch, in its own environment
-#   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu    torch from another index
+#   make test TORCH_INDEX=URL                                     torch from another index, such as a CPU-only one
 
 PYTHON ?= python3
 TORCH ?= 2.13.0

@@ -127,17 +127,15 @@ class TorchBackend:
         )
         return abstract, handle
 
-    def wrap_mesh(self, torch_mesh: TorchMesh) -> DeviceMesh:
+    def wrap_mesh(self, mesh: TorchMesh) -> DeviceMesh:
         """Give our mesh on the groups of a torch mesh; the same one while it is in use."""
-        found = self._wrapped.get(id(torch_mesh))
+        found = self._wrapped.get(id(mesh))
         if found is None:
-            shape, ranks = nested_ranks(torch_mesh.mesh)
-            names = torch_mesh.mesh_dim_names
-            abstract = AbstractMesh(
-                torch_mesh.device_type, shape, ranks=ranks, mesh_dim_names=names
-            )
-            found = DeviceMesh.attached(abstract, self, torch_mesh)
-            self._wrapped[id(torch_mesh)] = found
+            shape, ranks = nested_ranks(mesh.mesh)
+            names = mesh.mesh_dim_names
+            abstract = AbstractMesh(mesh.device_type, shape, ranks=ranks, mesh_dim_names=names)
+            found = DeviceMesh.attached(abstract, self, mesh)
+            self._wrapped[id(mesh)] = found
         return found
 
     def communicator(self, mesh: AbstractMesh, handle: TorchMesh, axis: int) -> TorchCommunicator:

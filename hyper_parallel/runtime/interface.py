@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend interface: what generic code asks of a device and its collectives.
 
-[Note: consumes] A collective takes a contiguous array that the caller gives up: the backend may
-reduce or gather in place. Who still needs the array copies it first.
+[Note: consumes] A reduction or an all-to-all takes a contiguous array that the caller gives up: the
+backend may work in place. Who still needs the array copies it first. The others leave theirs alone.
 
 [Note: group order] `Communicator.ranks` are listed by mesh coordinate, never sorted; "own index"
 and every list of pieces or sizes follow that order.

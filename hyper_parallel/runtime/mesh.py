@@ -165,7 +165,7 @@ class DeviceMesh(AbstractMesh):
             mesh_dim_name: the new axis's name; default the names joined by "_".
 
         Communicates:
-            Makes the joint groups at the first call; collective as making a mesh is.
+            Makes the joint group at the first call; collective over the ranks of this mesh.
         """
         name = mesh_dim_name or "_".join(self.axis_names)
         found = self._slices.get(("flatten", name))
@@ -273,7 +273,7 @@ def init_device_mesh(
 
     Args:
         device_type: such as "cpu", "cuda" or "npu".
-        mesh_shape: number of ranks along each axis; their product must be the world size.
+        mesh_shape: number of ranks along each axis; their product may be less than the world size.
         mesh_dim_names: one name per axis, or None.
 
     Communicates:
