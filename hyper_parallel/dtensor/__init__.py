@@ -3,7 +3,7 @@
 
 from hyper_parallel.dtensor.api import distribute_module, distribute_tensor
 from hyper_parallel.dtensor.clip import clip_grad_norm_, get_total_norm
-from hyper_parallel.dtensor.ops import strict_rules
+from hyper_parallel.dtensor.decisions import strict_rules
 from hyper_parallel.dtensor.tensor import DTensor
 
 __all__ = [

@@ -90,7 +90,7 @@ def distribute_tensor(
 def _cut(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> torch.Tensor:
     """Give this rank's part of a whole tensor."""
     mesh = layout.mesh
-    assert isinstance(mesh, DeviceMesh)
+    assert isinstance(mesh, DeviceMesh)  # noqa: S101
     whole = layout.with_placements((Replicate(),) * mesh.ndim)
     if src_data_rank is None or mesh.size() == 1:
         local = move(tensor, whole, layout)

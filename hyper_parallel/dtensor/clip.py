@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""clip_grad_norm_ and get_total_norm over any mixture of sharded, replicated and plain gradients."""
+"""clip_grad_norm_ and get_total_norm over sharded, replicated and plain gradients, mixed."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from hyper_parallel.dtensor.interop import is_torch_dtensor, local_of, sharded_axes
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.executor import reduce
 
@@ -42,14 +43,11 @@ def get_total_norm(
 
     Raises:
         LayoutError: a pending reduction among the tensors.
-        RuntimeError: the norm is not finite and `error_if_nonfinite`.
+        HyperParallelError: the norm is not finite and `error_if_nonfinite`.
     """
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     buckets: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
-    for tensor in listed:
-        if isinstance(tensor, DTensor) and tensor.layout.has_partial:
-            whole = tensor.local_in(tensor.layout.cotangent)
-            tensor = DTensor(whole, tensor.layout.cotangent)
+    for tensor in map(_reduced, listed):
         buckets.setdefault(sharded_axes(tensor), []).append(local_of(tensor))
     if not buckets:
         return torch.tensor(0.0)
@@ -57,14 +55,33 @@ def get_total_norm(
         _bucket_norm(mesh, axes, locals_, norm_type, foreach)
         for (mesh, axes), locals_ in buckets.items()
     ]
-    stacked = torch.stack([part.to(parts[0].device) for part in parts])
-    total = torch.linalg.vector_norm(stacked, norm_type)
+    total = parts[0]
+    if len(parts) > 1:
+        dtype = _common_dtype(parts)
+        stacked = torch.stack([part.to(total.device, dtype) for part in parts])
+        total = torch.linalg.vector_norm(stacked, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it cannot"
-            " be clipped. Set error_if_nonfinite=False to clip anyway."
+        raise HyperParallelError(
+            describe(
+                "get_total_norm",
+                f"the total norm of order {norm_type} must be finite",
+                "Set error_if_nonfinite=False to go on with it",
+                total_norm=total.item(),
+            )
         )
     return total
+
+
+def _reduced(tensor: torch.Tensor) -> torch.Tensor:
+    """Reduce what is still a pending sum of ours."""
+    if isinstance(tensor, DTensor) and tensor.layout.has_partial:
+        layout = tensor.layout.cotangent
+        return DTensor(tensor.local_in(layout), layout)
+    return tensor
+
+
+def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def _bucket_norm(
@@ -75,9 +92,8 @@ def _bucket_norm(
     foreach: bool | None,
 ) -> torch.Tensor:
     """Give the norm of tensors that the same axes cut."""
-    norm = torch.nn.utils.get_total_norm(locals_, norm_type, foreach=foreach)
     if mesh is None or not axes:
-        return norm
+        return torch.nn.utils.get_total_norm(locals_, norm_type, foreach=foreach)
     if norm_type == 0:
         raise LayoutError(
             describe(
@@ -88,14 +104,32 @@ def _bucket_norm(
             )
         )
     is_extreme = math.isinf(norm_type)
-    value = norm if is_extreme else norm**norm_type
+    value = _local_power(locals_, norm_type, foreach)
     op = ("max" if norm_type > 0 else "min") if is_extreme else "sum"
-    value = value.reshape(1).clone()
     for axis in axes:
         if mesh.shape[axis] > 1:
             value = reduce(mesh, axis, value, op)
     value = value.reshape(())
-    return value if is_extreme else value ** (1.0 / norm_type)
+    value = value if is_extreme else value ** (1.0 / norm_type)
+    return value.to(_common_dtype(locals_).to_real())
+
+
+def _local_power(
+    locals_: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    """Give this rank's share as one number in a 1-d tensor: norm ** norm_type, or an extreme.
+
+    At least float32: a power of a half-precision norm would soon overflow. Parts that are empty on
+    this rank count nothing; torch has no extreme of an empty tensor.
+    """
+    dtype = torch.promote_types(_common_dtype(locals_).to_real(), torch.float32)
+    held = [local for local in locals_ if local.numel()]
+    if not held:
+        nothing = math.inf if norm_type == -math.inf else 0.0
+        return torch.full((1,), nothing, dtype=dtype, device=locals_[0].device)
+    norm = torch.nn.utils.get_total_norm(held, norm_type, foreach=foreach)
+    norm = norm.to(dtype).reshape(1).clone()
+    return norm if math.isinf(norm_type) else norm**norm_type
 
 
 @torch.no_grad()
@@ -122,7 +156,7 @@ def clip_grad_norm_(
         As get_total_norm.
 
     Raises:
-        RuntimeError: the norm is not finite and `error_if_nonfinite`.
+        HyperParallelError: the norm is not finite and `error_if_nonfinite`; no gradient changed.
 
     Example:
         >>> import torch
@@ -141,9 +175,22 @@ def clip_grad_norm_(
     grads = [grad for p in listed if (grad := p.grad) is not None]
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in grads:
-        _writable(grad).mul_(factor.to(grad.device, grad.dtype))
+    _scale([_writable(grad) for grad in grads], factor, foreach)
     return total
+
+
+def _scale(locals_: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
+    """Multiply in place; tensors of one device and dtype together unless `foreach` is False."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for local in locals_:
+        groups.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), group in groups.items():
+        own = factor.to(device, dtype)
+        if foreach is False:
+            for local in group:
+                local.mul_(own)
+        else:
+            torch._foreach_mul_(group, own)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _writable(grad: torch.Tensor) -> Any:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
-from hyper_parallel.core import Replicate
-from hyper_parallel.dtensor import inplace, ops
+from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.dtensor import entries, inplace, lists, ops
+from hyper_parallel.dtensor.entries import without_torch_function
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
@@ -24,16 +24,14 @@ __all__ = ["REPLICATE", "engine_call", "torch_function", "without_torch_function
 
 REPLICATE = Replicate()
 
-# Inside this context torch's own methods see a DTensor as the plain tensor it is made of.
-without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 # Getters that compute a tensor, so they are ops; every other getter is answered by torch.
 _OP_GETTERS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 _NATIVE = frozenset(
-    "__set__ requires_grad_ retain_grad detach_ data_ptr untyped_storage storage_offset is_contiguous"
-    " element_size is_floating_point is_complex is_signed is_tensor is_inference is_shared is_pinned"
-    " _has_compatible_shallow_copy_type get_device register_post_accumulate_grad_hook"
-    " _is_view is_set_to is_conj is_neg is_same_size type __hash__".split()
+    "__set__ requires_grad_ retain_grad detach_ data_ptr untyped_storage storage_offset"
+    " is_contiguous element_size is_floating_point is_complex is_signed is_tensor is_inference"
+    " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
+    " get_device register_post_accumulate_grad_hook __hash__".split()
 )
 
 
@@ -46,14 +44,23 @@ def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dic
             return _data(cls, name, *args)
         if attribute not in _OP_GETTERS:
             name = "__set__"
+        else:
+            name = attribute
     if name in _NATIVE:
         with without_torch_function():
             return func(*args, **kwargs)
     special = _SPECIAL.get(func)
     if special is not None:
         return special(cls, *args, **kwargs)
+    said = _SAID_OTHERWISE.get(name)
+    if said is not None and args and isinstance(args[0], cls):
+        return said(*args, **kwargs)
+    if name == "to" and len(args) > 1 and isinstance(args[1], torch.Tensor):
+        args = (args[0], args[1].dtype, *args[2:])  # the mesh says the device
+    if name.startswith("new_"):
+        return _new(cls, func, *args, **kwargs)
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return inplace.list_op(cls, func, name, args, kwargs)
+        return lists.list_op(cls, func, name, args, kwargs)
     if inplace.is_in_place(name, kwargs):
         return inplace.run(cls, func, name, args, kwargs)
     return ops.run(cls, func, args, kwargs)
@@ -62,7 +69,7 @@ def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dic
 def _data(cls: type[Any], which: str, tensor: Any, value: Any = None) -> Any:
     """Serve `tensor.data` and `tensor.data = value`."""
     if which == "__get__":
-        return cls(tensor._local, tensor._layout)
+        return _detach(cls, tensor)
     if not isinstance(value, cls):
         raise LayoutError(
             describe(
@@ -74,149 +81,63 @@ def _data(cls: type[Any], which: str, tensor: Any, value: Any = None) -> Any:
         )
     with without_torch_function():
         torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
-    tensor._local, tensor._layout = value._local, value._layout
-    tensor.__dict__.pop("_shown_grad", None)
+    # Not another object: a gradient is shown as a DTensor whose local part is the real gradient.
+    tensor._local.data = value._local
+    tensor._layout = value._layout
+    tensor._shown_grad = None
     return None
 
 
 def _detach(cls: type[Any], tensor: Any) -> Any:
-    return cls(tensor._local, tensor._layout)
+    """Give the same part as a tensor of its own: `.data =` on one must not change the other."""
+    detached = cls(tensor._local.detach(), tensor._layout)
+    if tensor._write_is_lost:
+        detached._write_is_lost = True
+    return detached
 
 
-# ---------------------------------------------------------------------- autograd entries
+def _new(cls: type[Any], func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Serve `tensor.new_zeros(...)` and its like: a replicated tensor on the same mesh."""
+    local = func(getattr(tensor, "_local", tensor), *args, **kwargs)
+    mesh = tensor._layout.mesh
+    layout = Layout(mesh, (REPLICATE,) * mesh.ndim, tuple(local.shape))
+    return cls(local, layout, requires_grad=local.requires_grad)
 
 
-def _edges(tensors: Any) -> Any:
-    """Name graph nodes in place of DTensors, so that the engine is entered without us."""
-    if tensors is None or isinstance(tensors, GradientEdge):
-        return tensors
-    if isinstance(tensors, torch.Tensor):
-        return _edge(tensors)
-    return [_edge(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+def _constant(cls: type[Any], tensor: Any, val: float) -> Any:
+    """Serve torch.nn.init.constant_, which turns gradients off itself."""
+    with torch.no_grad():
+        return tensor.fill_(val)
 
 
-def _edge(tensor: torch.Tensor) -> GradientEdge:
-    with without_torch_function():
-        return get_gradient_edge(tensor)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _seeds(cls: type[Any], tensors: Any, grads: Any) -> list[Any]:
-    """Give the local cotangent that each output starts with."""
-    outputs = _as_list(tensors)
-    given = [None] * len(outputs) if grads is None else _as_list(grads)
-    seeds: list[Any] = []
-    for output, grad in zip(outputs, given, strict=True):
-        if not isinstance(output, cls):
-            seeds.append(grad if grad is not None else _one(output))
-            continue
-        layout = output._layout.cotangent
-        if grad is None:
-            seeds.append(_one(output))
-        elif isinstance(grad, cls):
-            seeds.append(move(grad._local, grad._layout, layout))
-        elif layout.is_replicated:
-            seeds.append(grad)
-        else:
-            raise LayoutError(
-                describe(
-                    "backward",
-                    "the gradient of a DTensor must be a DTensor",
-                    "Distribute it as the output is",
-                    gradient=type(grad).__name__,
-                )
-            )
-    return seeds
-
-
-def _one(output: Any) -> Any:
-    if isinstance(output, GradientEdge):
-        return None
-    if output.numel() != 1:
-        raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    return torch.ones_like(getattr(output, "_local", output).detach())
-
-
-def _backward(
-    cls: type[Any],
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    """Serve torch.autograd.backward."""
-    del grad_variables
-    torch.autograd.backward(
-        _edges(_as_list(tensors)),
-        _seeds(cls, tensors, grad_tensors),
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        inputs=_edges(inputs),
-    )
-
-
-def _tensor_backward(
-    cls: type[Any],
-    tensor: Any,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Serve Tensor.backward."""
-    _backward(cls, [tensor], [gradient], retain_graph, create_graph, None, inputs)
-
-
-def _grad(
-    cls: type[Any],
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Any, ...]:
-    """Serve torch.autograd.grad; gradients of DTensors are DTensors in the cotangent layout."""
-    asked = _as_list(inputs)
-    found = torch.autograd.grad(
-        _edges(_as_list(outputs)),
-        _edges(asked),
-        _seeds(cls, outputs, grad_outputs),
-        retain_graph,
-        create_graph,
-        *args,
-        **kwargs,
-    )
-    return tuple(_as_asked(cls, tensor, grad) for tensor, grad in zip(asked, found, strict=True))
-
-
-def _as_asked(cls: type[Any], tensor: Any, grad: Any) -> Any:
-    if grad is None or not isinstance(tensor, cls):
-        return grad
-    layout = tensor._layout.cotangent
-    local = move(grad._local, grad._layout, layout) if isinstance(grad, cls) else grad
-    return cls(local, layout)
+# Calls that are another call, which has a rule.
+_SAID_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "mT": lambda x: x.transpose(-2, -1),
+    "view_as": lambda x, other: x.view(other.shape),
+    "reshape_as": lambda x, other: x.reshape(other.shape),
+    "expand_as": lambda x, other: x.expand(other.shape),
+    "broadcast_to": lambda x, size: x.expand(size),
+    "type_as": lambda x, other: x.to(other.dtype),
+    "ravel": lambda x: x.reshape(-1),
+    "is_same_size": lambda x, other: x.shape == other.shape,
+}
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
-    torch.autograd.backward: _backward,
-    torch.Tensor.backward: _tensor_backward,
-    torch.autograd.grad: _grad,
+    torch.autograd.backward: entries.backward,
+    torch.Tensor.backward: entries.tensor_backward,
+    torch.autograd.grad: entries.grad,
+    torch.nn.init.constant_: _constant,
 }
 
 
 # ---------------------------------------------------------------------- below autograd
 
 _ENGINE_UNARY = frozenset(
-    "detach alias clone zeros_like ones_like empty_like _to_copy view neg".split()
+    "detach alias clone zeros_like ones_like empty_like _to_copy view neg"
+    " _has_compatible_shallow_copy_type".split()
 )
 
 
@@ -225,6 +146,9 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
     name = op_name(func).split(".")[0]
     if name in ("add", "add_") and not kwargs:
         return _sum(cls, name, *args)
+    if name == "set_" and len(args) == 2 and not kwargs:  # torch.nn.utils.parametrize
+        _data(cls, "__set__", *args)
+        return args[0]
     if name not in _ENGINE_UNARY:
         raise HyperParallelError(
             describe(
@@ -236,6 +160,8 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
     source = args[0]
     local_args = tree_map(lambda x: x._local if isinstance(x, cls) else x, args)
     result = func(*local_args, **kwargs)
+    if not isinstance(result, torch.Tensor):
+        return result
     layout = source._layout.cotangent if name == "ones_like" else source._layout
     return cls(result, layout)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In-place ops and list ops (`_foreach_*`, `_fused_*`) on DTensors, as optimizers use them.
+"""In-place ops on DTensors.
 
 The target's layout is fixed, so the other operands come to it. An op that would have to move the
 target, lose a write to a view, or cannot be done on shards, is refused.
@@ -7,31 +7,39 @@ target, lose a write to a view, or cannot be done on shards, is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout
+from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.errors import LayoutError, RuleError, describe
 
-__all__ = ["is_in_place", "list_op", "run"]
+__all__ = ["POINTWISE", "is_in_place", "refuse_gradient", "refuse_lost_write", "run"]
 
 # Element by element, so they may run on shards of one layout.
-_POINTWISE = frozenset(
-    "abs add addcdiv addcmul ceil clamp clamp_min clamp_max clip copy cos cosh div divide erf exp expm1"
-    " fill floor float_power frac lerp log log1p masked_fill maximum minimum mul multiply neg negative"
-    " pow reciprocal relu round rsqrt sigmoid sign sin sqrt square sub subtract tanh true_divide trunc"
-    " zero nan_to_num logical_and logical_or logical_not".split()
+POINTWISE = frozenset(
+    "abs add addcdiv addcmul ceil clamp clamp_min clamp_max clip copy cos cosh div divide"
+    " erf exp expm1 fill floor floor_divide fmod float_power frac lerp log log1p logical_and"
+    " logical_not logical_or masked_fill maximum minimum mul multiply nan_to_num neg negative pow"
+    " reciprocal relu remainder round rsqrt sigmoid sign sin sqrt square sub subtract tanh"
+    " true_divide trunc zero".split()
 )
+_OPERATORS = {
+    "__iadd__": "add",
+    "__isub__": "sub",
+    "__imul__": "mul",
+    "__idiv__": "div",
+    "__itruediv__": "div",
+    "__ifloordiv__": "floor_divide",
+    "__imod__": "remainder",
+    "__ipow__": "pow",
+}
 # On a pending sum only these, with scalars or equal pending sums, keep their meaning.
 _LINEAR = frozenset("zero neg negative".split())
 _SCALING = frozenset("mul multiply div divide true_divide".split())
 _ADDING = frozenset("add sub subtract copy".split())
-_FUSED = frozenset(
-    "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
-    " _amp_foreach_non_finite_check_and_unscale_".split()
-)
 
 
 def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
@@ -44,10 +52,7 @@ def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one in-place op on its target's local part.
-
-    Returns:
-        The target.
+    """Run one in-place op on its target's local part, and give the target.
 
     Communicates:
         What brings the other operands to the target's layout.
@@ -56,14 +61,11 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
         LayoutError: the target is plain, the write would be lost, or a gradient would be.
         RuleError: the op cannot run on shards in place.
     """
-    base = name.rstrip("_") if not name.startswith("__") else name
-    target = args[0]
     where = f"DTensor op {name!r}"
-    if kwargs.get("out") is not None or not isinstance(target, cls):
-        raise LayoutError(
-            describe(where, "the target must be a DTensor, without out=", "Assign the result")
-        )
-    if base not in _POINTWISE:
+    target, others, named = _split_target(args, kwargs)
+    _refuse_target(cls, where, target)
+    base = _OPERATORS.get(name, name.rstrip("_"))
+    if base not in POINTWISE:
         raise RuleError(
             describe(
                 where,
@@ -72,8 +74,9 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
                 layout=target._layout,
             )
         )
-    _refuse_gradient(where, [a for a in args if isinstance(a, torch.Tensor)])
-    if target._layout.has_partial and not _allowed_on_pending(cls, base, target, args[1:]):
+    refuse_gradient(where, [target, *others, *named.values()])
+    operands = (*others, *named.values())
+    if target._layout.has_partial and not _allowed_on_pending(cls, base, target, operands):
         raise RuleError(
             describe(
                 where,
@@ -82,14 +85,61 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
                 layout=target._layout,
             )
         )
-    others = [_operand(cls, where, target, value) for value in args[1:]]
-    named = {k: _operand(cls, where, target, v) for k, v in kwargs.items()}
-    func(target._local, *others, **named)
+    if target._layout.mesh.get_coordinate() is None:
+        return target
+    is_copy = base == "copy"
+    local_others = [_operand(cls, where, target, value, is_copy) for value in others]
+    local_named = {k: _operand(cls, where, target, v, is_copy) for k, v in named.items()}
+    if "out" in kwargs:
+        func(*local_others, **local_named, out=target._local)
+    else:
+        func(target._local, *local_others, **local_named)
     return target
 
 
-def _refuse_gradient(where: str, tensors: list[torch.Tensor]) -> None:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+def _split_target(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Tell what is written to (`out=`, or the first) from the other arguments."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"], args, {k: v for k, v in kwargs.items() if k != "out"}
+    if args:
+        return args[0], args[1:], kwargs
+    # torch.nn.init calls with keywords only.
+    name = next((key for key in ("tensor", "input", "self") if key in kwargs), None)
+    return kwargs.get(name or ""), (), {k: v for k, v in kwargs.items() if k != name}
+
+
+def _refuse_target(cls: type[Any], where: str, target: Any) -> None:
+    if not isinstance(target, cls):
+        raise LayoutError(
+            describe(
+                where,
+                "the tensor that is written to must be a DTensor, as another operand is",
+                "Assign the result of the op that is not in-place, or work on to_local()",
+                target=type(target).__name__,
+            )
+        )
+    refuse_lost_write(where, target)
+
+
+def refuse_lost_write(where: str, target: Any) -> None:
+    """Refuse to write into a view of a copy; see [Note: lost writes] in ops.py."""
+    if target._write_is_lost:
+        raise LayoutError(
+            describe(
+                where,
+                "the target must not be a view that was gathered, since the tensor that it is a"
+                " view of would not change",
+                "Write to the whole tensor, to to_local(), or to a clone() of the view",
+                layout=target._layout,
+            )
+        )
+
+
+def refuse_gradient(where: str, values: Sequence[Any]) -> None:
+    """Refuse an in-place op that autograd would have to know of."""
+    if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):
         raise LayoutError(
             describe(
                 where,
@@ -109,24 +159,34 @@ def _allowed_on_pending(cls: type[Any], base: str, target: Any, others: tuple[An
     return base in _ADDING and len(same) == len(others) == 1
 
 
-def _operand(cls: type[Any], where: str, target: Any, value: Any) -> Any:
+def _operand(cls: type[Any], where: str, target: Any, value: Any, is_copy: bool) -> Any:
     """Bring one operand to the target's layout."""
     if not isinstance(value, torch.Tensor):
         return value
     layout: Layout = target._layout
     if isinstance(value, cls):
-        if value.ndim == 0 and not value._layout.has_partial:  # type: ignore[attr-defined]
-            return value._local  # type: ignore[attr-defined]
-        if value.shape == target.shape:
-            return move(value._local, value._layout, layout)  # type: ignore[attr-defined]
+        own: Layout = value._layout  # type: ignore[attr-defined]
+        _refuse_other_mesh(where, layout, own)
+        if value.ndim == 0 or (layout.is_replicated and value.shape != target.shape):
+            # Broadcast: every rank needs the whole of it.
+            layout = own.with_placements((Replicate(),) * own.mesh.ndim)
+        if layout.shape == own.shape:
+            return move(value._local, own, layout)  # type: ignore[attr-defined]
     elif value.ndim == 0:
         return value
-    elif tuple(value.shape) == layout.shape and not layout.has_partial:
+    elif is_copy and tuple(value.shape) == layout.shape and not layout.has_partial:
         # A plain full tensor, as load_state_dict copies in: every rank takes its own part.
         return value[layout.slices(layout.mesh.get_rank())]  # type: ignore[attr-defined]
-    if layout.is_replicated and isinstance(value, cls):
-        whole = value._layout.with_placements(layout.placements)  # type: ignore[attr-defined]
-        return move(value._local, value._layout, whole)  # type: ignore[attr-defined]
+    elif not is_copy:
+        raise LayoutError(
+            describe(
+                where,
+                "every tensor operand must be a DTensor",
+                "Say where the plain tensor is with DTensor.from_local or distribute_tensor, or"
+                " work on to_local()",
+                shape=tuple(value.shape),
+            )
+        )
     raise LayoutError(
         describe(
             where,
@@ -138,51 +198,13 @@ def _operand(cls: type[Any], where: str, target: Any, value: Any) -> Any:
     )
 
 
-def list_op(
-    cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a pointwise op over lists of tensors, DTensors and plain ones mixed, on local parts.
-
-    Communicates:
-        What brings operands to the layout of the tensor at the same place in the first list.
-
-    Raises:
-        RuleError: not pointwise, or a pending reduction among the operands.
-    """
-    base = name.removeprefix("_foreach_").rstrip("_")
-    if name not in _FUSED and base not in _POINTWISE:
-        raise RuleError(
+def _refuse_other_mesh(where: str, target: Layout, other: Layout) -> None:
+    if other.mesh != target.mesh:
+        raise LayoutError(
             describe(
-                f"DTensor op {name!r}",
-                "a list op on DTensors must be pointwise",
-                "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
+                where,
+                "all operands must be on one mesh",
+                "Redistribute them to one mesh",
+                meshes=[target.mesh, other.mesh],
             )
         )
-    first: list[Any] = list(args[0])
-    layouts = [t._layout if isinstance(t, cls) else None for t in first]
-    if any(layout is not None and layout.has_partial for layout in layouts):
-        raise RuleError(
-            describe(
-                f"DTensor op {name!r}",
-                "operands must not be pending reductions",
-                "Redistribute them to Replicate first",
-            )
-        )
-    local_args = [_local_list(cls, arg, layouts) for arg in args]
-    local_kwargs = {key: _local_list(cls, arg, layouts) for key, arg in kwargs.items()}
-    result = func(*local_args, **local_kwargs)
-    if name.endswith("_") or result is None:
-        return args[0] if result is not None else None
-    return type(result)(
-        value if layout is None else cls(value, layout)
-        for value, layout in zip(result, layouts, strict=True)
-    )
-
-
-def _local_list(cls: type[Any], values: Any, layouts: list[Layout | None]) -> Any:
-    if not isinstance(values, (list, tuple)):
-        return values._local if isinstance(values, cls) else values
-    return [
-        move(v._local, v._layout, layout or v._layout) if isinstance(v, cls) else v
-        for v, layout in zip(values, layouts, strict=False)
-    ] + list(values[len(layouts) :])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one module that knows torch's own DTensor: conversion both ways, and parameters of either kind.
+"""The one module that knows torch's own DTensor: conversion both ways, parameters of either kind.
 
 Torch's package is imported only when a conversion is asked for (the import takes about a second).
 """
@@ -7,6 +7,7 @@ Torch's package is imported only when a conversion is asked for (the import take
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,21 @@ __all__ = [
     "from_torch",
     "is_torch_dtensor",
     "local_of",
+    "mesh_of",
     "own_parameters",
     "sharded_axes",
     "to_torch",
+    "torch_placement",
     "with_layout_of",
 ]
+
+
+# Ours by the identity of torch's, which ours keeps alive: a parameter that to_torch handed over
+# finds its mesh again, with the communicators that the styles use.
+_ours: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+# And by value, for FSDP2 joins the two meshes anew for each parameter; groups, as a later world of
+# this process may have an equal mesh.
+_equal: weakref.WeakValueDictionary[tuple[Any, ...], DeviceMesh] = weakref.WeakValueDictionary()
 
 
 def is_torch_dtensor(tensor: Any) -> bool:
@@ -37,12 +48,20 @@ def is_torch_dtensor(tensor: Any) -> bool:
     return package is not None and isinstance(tensor, package.DTensor)
 
 
-def to_torch(tensor: DTensor) -> Any:
-    """Give torch's DTensor on the same storage and the same process groups.
+def to_torch(tensor: DTensor, *, handle: Any = None) -> Any:
+    """Give torch's DTensor on the same storage and the same process groups; not differentiable.
+
+    Args:
+        tensor: the DTensor.
+        handle: another torch mesh of the same ranks, names and groups to put it on.
+
+    Returns:
+        Torch's DTensor; a detached one.
 
     Raises:
-        LayoutError: a layout torch cannot express (blocks, pending max, min or product), or a mesh
-            whose backend is not torch's.
+        LayoutError: a layout torch cannot express (shards cut between blocks otherwise than torch
+            cuts them, a pending reduction of an op that torch lacks), or a mesh whose backend is
+            not torch's.
     """
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -57,10 +76,15 @@ def to_torch(tensor: DTensor) -> Any:
                 device_mesh=mesh,
             )
         )
-    placements = [_torch_placement(p) for p in tensor.placements]
+    placements = [torch_placement(p, tensor.layout) for p in tensor.placements]
+    if handle is None:
+        handle = mesh.handle
+        _ours[id(handle)] = mesh
+    else:
+        _equal[(handle, *handle.get_all_groups())] = mesh
     return TorchDTensor.from_local(
-        tensor._local,
-        mesh.handle,
+        tensor._local.detach(),
+        handle,
         placements,
         run_check=False,
         shape=tensor.shape,
@@ -69,20 +93,37 @@ def to_torch(tensor: DTensor) -> Any:
 
 
 def from_torch(tensor: Any) -> DTensor:
-    """Give our DTensor on the storage of torch's; not differentiable."""
-    mesh = read_mesh(tensor.device_mesh, "from_torch")
+    """Give our DTensor on the storage and process groups of torch's; not differentiable.
+
+    Raises:
+        LayoutError: not torch's DTensor, or one in a layout of which ours has no counterpart: a
+            column-wise parameter under FSDP2 is cut by the tensor-parallel axis first.
+    """
+    if not is_torch_dtensor(tensor):
+        raise LayoutError(
+            describe(
+                "from_torch",
+                "the tensor must be torch's DTensor",
+                "Wrap a plain tensor with DTensor.from_local",
+                tensor=type(tensor).__name__,
+            )
+        )
     placements = tuple(read_placement(p, "from_torch") for p in tensor.placements)
-    local = tensor.to_local().detach()
-    layout = Layout(mesh, placements, tuple(tensor.shape))
-    return DTensor(local, layout, requires_grad=tensor.requires_grad)
+    layout = Layout(mesh_of(tensor), placements, tuple(tensor.shape))
+    return DTensor(local_of(tensor), layout, requires_grad=tensor.requires_grad)
 
 
-def _torch_placement(placement: Placement) -> Any:
+def torch_placement(placement: Placement, layout: Layout | None = None) -> Any:
+    """Give torch's placement for ours; `layout` is that of the tensor, to compare cuts.
+
+    Raises:
+        LayoutError: torch has none that means the same.
+    """
     from torch.distributed.tensor import placement_types
 
     if isinstance(placement, Replicate):
         return placement_types.Replicate()
-    if isinstance(placement, Shard) and placement.block == 1:
+    if isinstance(placement, Shard) and (placement.block == 1 or _plain_cut(layout)):
         return placement_types.Shard(placement.dim)
     if isinstance(placement, Partial):
         return placement_types.Partial(placement.reduce_op)
@@ -90,10 +131,32 @@ def _torch_placement(placement: Placement) -> Any:
         describe(
             "to_torch",
             "torch must know the placement",
-            "Redistribute to Replicate or a Shard without block",
+            "Redistribute to Replicate, or cut where torch.chunk does",
             placement=placement,
         )
     )
+
+
+def _plain_cut(layout: Layout | None) -> bool:
+    """Tell whether every rank holds what it would hold if no shard had blocks."""
+    if layout is None:
+        return False
+    plain = layout.with_placements(
+        [Shard(p.dim) if isinstance(p, Shard) else p for p in layout.placements]
+    )
+    return all(layout.slices(rank) == plain.slices(rank) for rank in layout.mesh.ranks)
+
+
+def mesh_of(tensor: Any) -> DeviceMesh:
+    """Give our mesh of torch's DTensor, on the same process groups."""
+    mesh = tensor.device_mesh
+    found = _ours.get(id(mesh))
+    if found is None:
+        key = (mesh, *mesh.get_all_groups())
+        found = _equal.get(key)
+        if found is None:
+            found = _equal[key] = read_mesh(mesh, "from_torch")
+    return found
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
@@ -101,7 +164,9 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     if isinstance(param, DTensor):
         return param._local
     if is_torch_dtensor(param):
-        return param.to_local().detach()  # type: ignore[attr-defined]
+        local = param._local_tensor  # type: ignore[attr-defined]
+        # Anything but a plain tensor is a result that is still on its way.
+        return local if type(local) is torch.Tensor else param.to_local().detach()  # type: ignore[attr-defined]
     return param.detach()
 
 
@@ -112,15 +177,7 @@ def with_layout_of(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """
     if not is_torch_dtensor(param):
         return local
-    with torch.no_grad():
-        return type(param).from_local(  # type: ignore[attr-defined]
-            local,
-            param.device_mesh,  # type: ignore[attr-defined]
-            param.placements,  # type: ignore[attr-defined]
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+    return type(param)(local.detach(), param._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -135,7 +192,7 @@ def own_parameters(module: nn.Module) -> Iterator[None]:
     for name, param in saved.items():
         placements = [read_placement(p, "own_parameters") for p in param.placements]
         module._parameters[name] = DTensor.from_local(  # type: ignore[assignment]
-            param.to_local(), param.device_mesh, placements, shape=param.shape
+            param.to_local(), mesh_of(param), placements, shape=param.shape
         )
     try:
         yield
@@ -152,8 +209,7 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ..
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
     elif is_torch_dtensor(tensor):
-        mesh = read_mesh(tensor.device_mesh, "sharded_axes")  # type: ignore[attr-defined]
-        placements = tensor.placements  # type: ignore[attr-defined]
+        mesh, placements = mesh_of(tensor), tensor.placements  # type: ignore[attr-defined]
     else:
         return None, ()
     if any(p.is_partial() for p in placements):

@@ -27,7 +27,7 @@ def move(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
 
 
 def _mesh(layout: Layout) -> DeviceMesh:
-    assert isinstance(layout.mesh, DeviceMesh)
+    assert isinstance(layout.mesh, DeviceMesh)  # noqa: S101
     return layout.mesh
 
 
@@ -153,9 +153,10 @@ class ToLocal(torch.autograd.Function):
 
 
 def _linear_partials(layout: Layout) -> bool:
-    """Tell whether no axis holds a pending max, min or product."""
+    """Tell whether no axis of more than one rank holds a pending max, min or product."""
     return all(
-        p.reduce_op in ("sum", "avg") for p in layout.placements if isinstance(p, Partial)
+        size == 1 or not isinstance(p, Partial) or p.reduce_op in ("sum", "avg")
+        for size, p in zip(layout.mesh.shape, layout.placements, strict=True)
     )
 
 
@@ -171,15 +172,13 @@ def _average_count(layout: Layout) -> int:
 def _share(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Give d(reduced)/d(local) of a pending max, min (ties share equally) or product."""
     mesh = _mesh(layout)
-    axes = [
-        i for i, p in enumerate(layout.placements) if p.is_partial() and mesh.shape[i] > 1
-    ]
+    axes = [i for i, p in enumerate(layout.placements) if p.is_partial() and mesh.shape[i] > 1]
     if any(layout.placements[axis].is_partial("product") for axis in axes):
         return _others_product(local, mesh, axes)
     result = local
     for axis in axes:
         placement = layout.placements[axis]
-        assert isinstance(placement, Partial)
+        assert isinstance(placement, Partial)  # noqa: S101
         result = reduce(mesh, axis, result.clone(), placement.reduce_op)
     hit = (local == result).to(local.dtype)
     count = hit

@@ -135,9 +135,7 @@ def layout_of_local(
     return layout
 
 
-def refuse_integer_average(
-    dtype: torch.dtype, placements: Sequence[Placement], where: str
-) -> None:
+def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], where: str) -> None:
     """Refuse a pending average of integers, which has no exact value."""
     if not (dtype.is_floating_point or dtype.is_complex) and any(
         p.is_partial("avg") for p in placements
@@ -156,7 +154,7 @@ def _even_shape(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[int, ...]:
     sizes = list(local.shape)
-    normal = Layout(mesh, placements, sizes if 0 not in sizes else [s or 1 for s in sizes])
+    normal = Layout(mesh, placements, tuple(size or 1 for size in sizes))
     for axis, placement in enumerate(normal.placements):
         if isinstance(placement, Shard):
             sizes[placement.dim] *= mesh.shape[axis]

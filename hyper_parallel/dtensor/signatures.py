@@ -23,7 +23,19 @@ addmm baddbmm: input* batch1* batch2*
 layer_norm: input* normalized_shape weight* bias* eps
 rms_norm: input* normalized_shape weight* eps
 softmax log_softmax: input* dim _stacklevel dtype
-sum mean amax amin: input* dim keepdim
+sum mean amax amin prod logsumexp argmax argmin: input* dim keepdim
+var std: input* dim unbiased keepdim
+vector_norm: input* ord dim keepdim
+cumsum cumprod: input* dim
+topk: input* k dim largest sorted
+sort argsort: input* dim descending
+unbind: input* dim
+narrow: input* dim start length
+select: input* dim index
+flip: input* dims...
+roll: input* shifts dims
+index_select: input* dim index*
+gather: input* dim index*
 transpose: input* dim0 dim1
 t: input*
 permute: input* dims...
@@ -42,10 +54,11 @@ where: condition* input* other*
 lerp: input* end* weight*
 addcmul addcdiv: input* tensor1* tensor2*
 add sub mul maximum minimum eq ne lt le gt ge fmod remainder: input* other*
-logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2 floor_divide: input* other*
+logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor: input* other*
+atan2 floor_divide: input* other*
 div: input* other* rounding_mode
 pow: input* exponent*
-masked_fill: input* mask* value*
+masked_fill: input* mask* value
 dropout: input* p training inplace
 clamp: input* min max
 gelu: input* approximate
@@ -70,15 +83,28 @@ _ALIASES = {
     "__rtruediv__": "reciprocal",
     "__rpow__": "exp2",
     "__matmul__": "matmul",
+    "__floordiv__": "floor_divide",
+    "__rfloordiv__": "floor_divide",
+    "__mod__": "remainder",
+    "__rmod__": "remainder",
+    "rsub": "sub",
     "subtract": "sub",
     "multiply": "mul",
     "divide": "div",
     "true_divide": "div",
     "negative": "neg",
     "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "log_sigmoid": "logsigmoid",
+    "linalg_vector_norm": "vector_norm",
+    "concat": "cat",
+    "concatenate": "cat",
+    "type": "to",
     "T": "t",
-    "view_as": "reshape_as",
 }
+
+# Names that torch takes from NumPy, besides its own.
+_RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 
 _CASTS: dict[str, torch.dtype] = {
     "float": torch.float32,
@@ -120,9 +146,7 @@ def op_name(func: Any) -> str:
     return _ALIASES.get(name, name)
 
 
-def bind_call(
-    name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> BoundCall:
+def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
     """Name a call's arguments.
 
     Args:
@@ -135,6 +159,8 @@ def bind_call(
         Operands in the order of the op's parameters, and static arguments.
     """
     params = _SIGNATURES.get(name, ("input*",))
+    if kwargs and not _RENAMED.keys().isdisjoint(kwargs):
+        kwargs = {_RENAMED.get(key, key): value for key, value in kwargs.items()}
     operands: list[Any] = []
     static: dict[str, Any] = {}
     given: dict[str, Any] = {}
@@ -159,6 +185,9 @@ def bind_call(
             operands.append(value)
         elif value is not None:
             operands.append(None)
+    if name in ("flip", "roll"):  # their rules know one dim
+        dims = static.pop("dims", ())
+        static["dim"] = dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims
     if name == "to":
         static["is_floating"] = _is_floating_cast(func, args, kwargs)
     return BoundCall(tuple(operands), tuple(sorted(static.items())))
@@ -170,6 +199,8 @@ def _spread(values: Sequence[Any]) -> Any:
 
 
 def _hashable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [value]  # a call with a tensor where the rule sees none cannot be a key
     if isinstance(value, (list, tuple)):
         return tuple(_hashable(item) for item in value)
     return value
@@ -178,6 +209,8 @@ def _hashable(value: Any) -> Any:
 def _is_floating_cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     named = _CASTS.get(getattr(func, "__name__", ""))
     targets = [named, *args[1:], *kwargs.values()]
+    if func.__name__ == "type" and any(isinstance(t, str) for t in targets):
+        return False  # the name of a type: not worth reading
     dtypes = [t if isinstance(t, torch.dtype) else None for t in targets]
     dtypes += [t.dtype for t in targets if isinstance(t, torch.Tensor)]
     return all(d is None or d.is_floating_point or d.is_complex for d in dtypes)

@@ -51,6 +51,9 @@ class DTensor(torch.Tensor):
 
     _local: torch.Tensor
     _layout: Layout
+    _shown_grad: tuple[torch.Tensor, DTensor] | None = None
+    _write_is_lost: bool = False
+    """A view of a gathered copy; see [Note: lost writes] in ops.py."""
 
     @staticmethod
     def __new__(
@@ -70,7 +73,7 @@ class DTensor(torch.Tensor):
     # ------------------------------------------------------------------ moves
 
     @staticmethod
-    def from_local(
+    def from_local(  # noqa: PLR0913  # torch's signature
         local_tensor: torch.Tensor,
         device_mesh: Any = None,
         placements: Sequence[Placement] | None = None,
@@ -214,6 +217,9 @@ class DTensor(torch.Tensor):
             grad_placements: the layout the gradients of the result will have; default every
                 rank computes the same full gradient.
 
+        Returns:
+            The whole tensor.
+
         Communicates:
             Forward: the plan to Replicate on every axis. Backward: the way back.
         """
@@ -272,6 +278,11 @@ class DTensor(torch.Tensor):
 
     nelement = numel
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the global tensor."""
+        return self.numel() * self.dtype.itemsize
+
     def stride(self, dim: int | None = None) -> Any:
         """Give the strides that a contiguous global tensor has."""
         strides: list[int] = []
@@ -289,8 +300,7 @@ class DTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         marks = ", ".join(
-            f"{p!r}@{n}"
-            for p, n in zip(self.placements, self._layout.mesh.axis_names, strict=True)
+            f"{p!r}@{n}" for p, n in zip(self.placements, self._layout.mesh.axis_names, strict=True)
         )
         kind = "Parameter of DTensor" if getattr(self, "_is_param", False) else "DTensor"
         return f"{kind}({list(self._layout.shape)}, {marks}, local={self._local!r})"
@@ -304,7 +314,7 @@ class DTensor(torch.Tensor):
             raw = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
         if raw is None:
             return None
-        shown = self.__dict__.get("_shown_grad")
+        shown = self._shown_grad
         if shown is not None and shown[0] is raw:
             return shown[1]
         if isinstance(raw, DTensor):
@@ -329,7 +339,7 @@ class DTensor(torch.Tensor):
                     )
                 )
             local = value.local_in(self._layout.cotangent)
-        self.__dict__.pop("_shown_grad", None)
+        self._shown_grad = None
         with dispatch.without_torch_function():
             torch.Tensor.grad.__set__(self, local)  # type: ignore[attr-defined]
 
@@ -398,9 +408,7 @@ class DTensor(torch.Tensor):
         return dispatch.engine_call(cls, func, args, kwargs or {})
 
 
-def _rebuild(
-    local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool
-) -> DTensor:
+def _rebuild(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
     tensor = DTensor(local, layout, requires_grad=requires_grad)
     if is_param:
         tensor._is_param = True  # type: ignore[attr-defined]

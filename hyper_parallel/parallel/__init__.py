@@ -7,8 +7,9 @@ from hyper_parallel.parallel.prepare import (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
+from hyper_parallel.parallel.sequence import SequenceParallel
 from hyper_parallel.parallel.style import ParallelStyle
-from hyper_parallel.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from hyper_parallel.parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",

@@ -16,8 +16,16 @@ from torch import nn
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.masked import masked_embedding
-from hyper_parallel.errors import PlanError, describe
-from hyper_parallel.parallel.sizes import global_shape, learn
+from hyper_parallel.errors import LayoutError, PlanError, describe
+from hyper_parallel.parallel.checks import (
+    first_tensor,
+    local_shard,
+    refuse_missing,
+    refuse_other_mesh,
+    relocate,
+)
+from hyper_parallel.parallel.edge import hand_out
+from hyper_parallel.parallel.sizes import global_shape
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["EmbeddingForward", "refuse_options"]
@@ -49,6 +57,8 @@ def refuse_options(module: nn.Embedding, kind: str, where: str) -> None:
 class EmbeddingForward:
     """The forward of an nn.Embedding under ColwiseParallel or RowwiseParallel."""
 
+    shards = True
+
     def __init__(self, module: nn.Embedding, mesh: DeviceMesh, where: str, **declared: Any):
         """Set up; `declared`: kind, input_layout, output_layout, use_local_output, even_shards."""
         self.module, self.mesh, self.where = module, mesh, where
@@ -57,25 +67,32 @@ class EmbeddingForward:
         self.y_place: Placement = declared["output_layout"]
         self.use_local_output: bool = declared["use_local_output"]
         self.even_shards: bool = declared["even_shards"]
+        cut = self.y_place
+        self.block = cut.block if isinstance(cut, Shard) and cut.dim == -1 else 1
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Look up plain ids, or ids in a DTensor."""
+        try:
+            return self._forward(input)
+        except LayoutError as error:
+            relocate(error, self.where)
+
+    def _forward(self, input: torch.Tensor) -> torch.Tensor:
         ids = self._whole_ids(input)
-        weight = self.module._parameters["weight"]
-        assert weight is not None
-        local_weight = weight.to_local()  # type: ignore[operator]
+        weight: Any = self.module._parameters.get("weight")
+        if weight is None:
+            refuse_missing("weight", self.where)
+        local_shard(weight, self.where)
+        local_weight = weight.to_local()
         y = self._look_up(ids, local_weight)
         shape = (*ids.shape, self.module.embedding_dim)
-        made = Shard(len(shape) - 1) if self.column else Partial()
+        made = Shard(len(shape) - 1, self.block) if self.column else Partial()
         laid = DTensor.from_local(y, self.mesh, [made], shape=shape)
-        moved = laid.redistribute(self.mesh, [self.y_place])
-        place = moved.placements[0]
-        if isinstance(place, Shard) and place.dim != len(shape) - 1:
-            learn(self.mesh, shape[place.dim])
-        return moved.to_local() if self.use_local_output else moved
+        return hand_out(laid, self.mesh, self.y_place, self.use_local_output)
 
     def _whole_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Give the ids on every rank, as a plain tensor."""
+        first_tensor(self.where, (ids,), {})
         if not isinstance(ids, DTensor):
             if self.ids_place.is_replicate():
                 return ids
@@ -83,6 +100,7 @@ class EmbeddingForward:
                 ids, self.mesh, self.ids_place, where=self.where, even_shards=self.even_shards
             )
             ids = DTensor.from_local(ids, self.mesh, [self.ids_place], shape=shape)
+        refuse_other_mesh(ids, self.mesh, self.where)
         return ids.redistribute(self.mesh, [Replicate()]).to_local()
 
     def _look_up(self, ids: torch.Tensor, local_weight: torch.Tensor) -> torch.Tensor:
@@ -96,6 +114,4 @@ class EmbeddingForward:
             )
         table = Layout(self.mesh, (Shard(0),), (module.num_embeddings,))
         start = table.slices(self.mesh.get_rank())[0].start
-        return masked_embedding(
-            ids, local_weight, start, module.num_embeddings, module.padding_idx
-        )
+        return masked_embedding(ids, local_weight, start, module.num_embeddings, module.padding_idx)

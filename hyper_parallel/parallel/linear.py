@@ -23,9 +23,16 @@ from torch import nn
 
 from hyper_parallel.core import Layout, Partial, Placement, Plan, Replicate, Shard, plan
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.dtensor.interop import local_of, with_layout_of
+from hyper_parallel.dtensor.interop import with_layout_of
 from hyper_parallel.dtensor.moves import move, refuse_create_graph
 from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.parallel.checks import (
+    first_tensor,
+    local_shard,
+    refuse_missing,
+    refuse_other_mesh,
+    relocate,
+)
 from hyper_parallel.parallel.sizes import global_shape, learn
 from hyper_parallel.runtime import DeviceMesh, execute
 
@@ -46,9 +53,15 @@ class Moves:
     x_layout: Layout | None  # set where the shapes were needed
     y_layout: Layout | None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Moves:
+        """Give itself: a copied module works on the same groups."""
+        return self
+
 
 class LinearForward:
     """The forward of an nn.Linear under ColwiseParallel or RowwiseParallel."""
+
+    shards = True
 
     def __init__(self, module: nn.Linear, mesh: DeviceMesh, where: str, **declared: Any):
         """Set up; `declared`: kind, input_layout, output_layout, use_local_output, even_shards."""
@@ -59,13 +72,23 @@ class LinearForward:
         self.use_local_output: bool = declared["use_local_output"]
         self.even_shards: bool = declared["even_shards"]
         self.sizes = (module.in_features, module.out_features)
+        cut = self.y_place if self.column else self.x_place  # the weight is cut alike
+        self.block = cut.block if isinstance(cut, Shard) and cut.dim == -1 else 1
         self._simple = self._simple_moves() if self.use_local_output else None
         self._planned: dict[tuple[int, ...], Moves] = {}
+
+    @property
+    def hands_out_features(self) -> bool:
+        """Tell whether callers get plain tensors of this rank's features."""
+        return self.column and self.use_local_output and self.y_place.is_shard(-1)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer to a plain local tensor or a DTensor."""
         params = self.module._parameters
-        weight, bias = params["weight"], params["bias"]
+        try:
+            weight, bias = params["weight"], params["bias"]
+        except KeyError as name:
+            refuse_missing(name, self.where)
         moves = self._simple
         if moves is None or type(input) is not torch.Tensor:
             if isinstance(input, DTensor):
@@ -76,7 +99,8 @@ class LinearForward:
                 return _FusedLinear.apply(input, weight, bias, self, moves)  # type: ignore[return-value]
             y = self.compute(input, weight, bias, moves)[0]
         except RuntimeError:
-            self._moves(input)  # says what is wrong with a shape, in terms of the plan
+            if moves is self._simple:
+                self._moves(input)  # says what is wrong with a shape, in terms of the plan
             raise
         return y if self.use_local_output else DTensor(y, _required(moves.y_layout))
 
@@ -84,10 +108,10 @@ class LinearForward:
         self, x: torch.Tensor, weight: Any, bias: Any, moves: Moves
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the forward on local tensors; also give the moved input and the local weight."""
-        w = weight._local if type(weight) is DTensor else local_of(weight)
+        w = weight._local if type(weight) is DTensor else local_shard(weight, self.where)
         b = bias
         if b is not None:
-            b = bias._local if type(bias) is DTensor else local_of(bias)
+            b = bias._local if type(bias) is DTensor else local_shard(bias, self.where)
         if type(x) is DTensor:
             x = x._local
         if moves.enter is not None:
@@ -128,11 +152,18 @@ class LinearForward:
 
     def _moves(self, x: torch.Tensor) -> Moves:
         """Give the moves for this input's global shape."""
-        if isinstance(x, DTensor):
-            shape = tuple(x.shape)
-        else:
-            shape = self._shape_of_plain(x)
-        if shape[-1] != self.sizes[0]:
+        try:
+            found = self._moves_for(x)
+        except LayoutError as error:
+            relocate(error, self.where)
+        if found.y_layout is not None and self.use_local_output:
+            learn(self.mesh, found.y_layout)
+        return found
+
+    def _moves_for(self, x: torch.Tensor) -> Moves:
+        first_tensor(self.where, (x,), {})
+        shape = tuple(x.shape) if isinstance(x, DTensor) else self._shape_of_plain(x)
+        if shape[-1:] != self.sizes[:1]:
             raise LayoutError(
                 describe(
                     self.where,
@@ -148,16 +179,11 @@ class LinearForward:
             if len(self._planned) > 256:
                 self._planned.clear()
             self._planned[shape] = found
-        layout = found.y_layout
-        if layout is not None and isinstance(layout.placements[0], Shard):
-            dim = layout.placements[0].dim
-            if dim != len(shape) - 1:
-                learn(self.mesh, shape[dim])
         return found
 
     def _shape_of_plain(self, x: torch.Tensor) -> tuple[int, ...]:
         place = self.x_place
-        if isinstance(place, Shard) and place.dim % x.dim() == x.dim() - 1:
+        if isinstance(place, Shard) and x.dim() and place.dim in (-1, x.dim() - 1):
             shape = (*x.shape[:-1], self.sizes[0])
             wanted = Layout(self.mesh, (place,), shape).local_shape(self.mesh.get_rank())
             if tuple(x.shape) != wanted:
@@ -171,14 +197,12 @@ class LinearForward:
                     )
                 )
             return shape
-        return global_shape(
-            x, self.mesh, place, where=self.where, even_shards=self.even_shards
-        )
+        return global_shape(x, self.mesh, place, where=self.where, even_shards=self.even_shards)
 
     def _plan_moves(self, shape: tuple[int, ...]) -> Moves:
         mesh = self.mesh
         y_shape = (*shape[:-1], self.sizes[1])
-        last = Shard(len(shape) - 1)
+        last = Shard(len(shape) - 1, self.block)
         x = Layout(mesh, (self.x_place,), shape)
         y = Layout(mesh, (self.y_place,), y_shape)
         used = x.with_placements([Replicate() if self.column else last])
@@ -196,6 +220,7 @@ class LinearForward:
 
     def _arrive(self, x: DTensor) -> DTensor:
         """Bring a DTensor to the declared input layout, from wherever it says it is."""
+        refuse_other_mesh(x, self.mesh, self.where)
         declared = x.layout.with_placements([self.x_place])
         return x if x.layout == declared else x.redistribute(self.mesh, [self.x_place])
 
@@ -205,7 +230,7 @@ def _as_move(steps: Plan, mesh: DeviceMesh) -> Move | None:
 
 
 def _required(layout: Layout | None) -> Layout:
-    assert layout is not None
+    assert layout is not None  # noqa: S101  # ours: a DTensor handed out has a layout
     return layout
 
 
@@ -222,10 +247,11 @@ class _FusedLinear(torch.autograd.Function):
         moves: Moves,
     ) -> torch.Tensor:
         y, used, w = edge.compute(x, weight, bias, moves)
-        if y.dtype != w.dtype:  # under autocast
+        if y.dtype != w.dtype or y.dtype != used.dtype:  # under autocast
             used, w = used.to(y.dtype), w.to(y.dtype)
-        ctx.save_for_backward(used, w)
-        ctx.edge, ctx.moves, ctx.weight, ctx.bias = edge, moves, weight, bias
+        need_x, need_w, _, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(used if need_w else None, w if need_x else None)
+        ctx.edge, ctx.moves, ctx.weight, ctx.bias, ctx.dtype = edge, moves, weight, bias, w.dtype
         ctx.x_leaf = x.is_leaf if type(x) is DTensor else None
         ctx.x_dtype = x.dtype
         return y if edge.use_local_output else DTensor(y, _required(moves.y_layout))
@@ -239,8 +265,8 @@ class _FusedLinear(torch.autograd.Function):
             grad = move(grad._local, grad._layout, _required(moves.y_layout).cotangent)
         if moves.leave_back is not None:
             grad = moves.leave_back(grad)
-        if grad.dtype != w.dtype:
-            grad = grad.to(w.dtype)
+        if grad.dtype != ctx.dtype:
+            grad = grad.to(ctx.dtype)
         need_x, need_w, need_b, _, _ = ctx.needs_input_grad
         grad_x = grad_w = grad_b = work = None
         if need_x:

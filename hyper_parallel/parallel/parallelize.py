@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.core import Shard
 from hyper_parallel.dtensor.read import one_axis_mesh
 from hyper_parallel.errors import PlanError, describe, near_names
+from hyper_parallel.parallel.siblings import refuse_unlike_siblings
 from hyper_parallel.parallel.sizes import open_scope
 from hyper_parallel.parallel.style import Applying, ParallelStyle, applying
 from hyper_parallel.runtime import DeviceMesh
@@ -49,9 +51,11 @@ def parallelize_module(
         As distribute_tensor, for each sharded parameter, in the order of the plan.
 
     Raises:
-        LayoutError: a mesh of several axes, or this rank is outside the mesh.
+        LayoutError: a mesh of several axes, this rank is outside the mesh, or a placement that
+            does not fit a parameter.
         PlanError: a pattern that matches nothing, two that shard one module, a style that
-            cannot serve its module. Nothing is undone: build the model anew.
+            cannot serve its module, layers side by side whose cuts do not match. Nothing is
+            undone: build the model anew.
 
     Example:
         >>> import torch
@@ -71,66 +75,97 @@ def parallelize_module(
     """
     mesh = one_axis_mesh(device_mesh, _WHERE)
     mesh.get_local_rank()
+    _check_source(src_data_rank, mesh)
     if not parallelize_plan:
-        warnings.warn("parallelize_module: no parallelize_plan was given; nothing is parallelized.")
+        warnings.warn(f"{_WHERE}: no parallelize_plan was given; nothing changes.", stacklevel=2)
         return module
-    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    plan = (
+        {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    )
     work = _match_all(module, plan, strict)
-    with applying(Applying(src_data_rank)) as call:
+    with applying(Applying()) as call:
         for path, submodule, style in work:
             call.path = path
+            style.src_data_rank = src_data_rank
             style.apply(submodule, mesh)
         _keep_ties(module, call)
+    refuse_unlike_siblings(module)
     if any(_may_need_sizes(style) for _, _, style in work):
         open_scope(module)
     return module
 
 
+def _check_source(src_data_rank: Any, mesh: DeviceMesh) -> None:
+    if src_data_rank is None or src_data_rank in range(mesh.size()):
+        return
+    raise PlanError(
+        describe(
+            _WHERE,
+            f"src_data_rank must be a position on the mesh (0 to {mesh.size() - 1}) or None",
+            "Pass the position whose parameters count",
+            src_data_rank=src_data_rank,
+        )
+    )
+
+
 def _match_all(
-    module: nn.Module, plan: Mapping[str, ParallelStyle], strict: bool
+    module: nn.Module, plan: Any, strict: bool
 ) -> list[tuple[str, nn.Module, ParallelStyle]]:
     """List (path, module, style) in the plan's order, checking all patterns before any work."""
+    if not isinstance(plan, Mapping):
+        raise _wrong_type(parallelize_plan=plan)
     work: list[tuple[str, nn.Module, ParallelStyle]] = []
-    owner: dict[tuple[str, bool], str] = {}
+    owner: dict[int, str] = {}  # pattern that shards a module, by the module's identity
     for pattern, style in plan.items():
+        if isinstance(pattern, str) and style is None:
+            warnings.warn(f"{_WHERE}: key {pattern!r} has no style; nothing changes.", stacklevel=3)
+            continue
         if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
-            raise PlanError(
-                describe(
-                    _WHERE,
-                    "parallelize_plan must map module paths to ParallelStyle objects",
-                    "Pass for example {'layers.*.wq': ColwiseParallel()}",
-                    key=pattern,
-                    value=style,
-                )
-            )
+            raise _wrong_type(key=pattern, value=style)
         matched = _match(module, pattern.split(".") if pattern else [], "")
         if not matched:
             _unmatched(module, pattern, strict)
-        for path, submodule in matched:
-            shards = _shards(style, submodule)
-            other = owner.setdefault((path, shards), pattern)
-            if other != pattern and shards:
-                raise PlanError(
-                    describe(
-                        _WHERE,
-                        f"one pattern at most may shard module {path!r}",
-                        "Make the patterns disjoint",
-                        patterns=(other, pattern),
-                    )
-                )
+        for path, submodule in matched.values():
+            if _shards(style, submodule):
+                other = owner.setdefault(id(submodule), pattern)
+                if other != pattern:
+                    raise _two_patterns(path, other, pattern)
             work.append((path, submodule, style))
     return work
 
 
-def _match(module: nn.Module, atoms: list[str], prefix: str) -> list[tuple[str, nn.Module]]:
-    """List the submodules that a pattern names, part by part."""
+def _wrong_type(**got: Any) -> PlanError:
+    return PlanError(
+        describe(
+            _WHERE,
+            "parallelize_plan must be a ParallelStyle, or map module paths to ParallelStyles",
+            "Pass for example {'layers.*.wq': ColwiseParallel()}, with hyper_parallel's styles",
+            **got,
+        )
+    )
+
+
+def _two_patterns(path: str, *patterns: str) -> PlanError:
+    return PlanError(
+        describe(
+            _WHERE,
+            f"one pattern at most may shard module {path!r}",
+            "Make the patterns disjoint",
+            patterns=patterns,
+        )
+    )
+
+
+def _match(module: nn.Module, atoms: list[str], prefix: str) -> dict[int, tuple[str, nn.Module]]:
+    """List the submodules that a pattern names, part by part; each module once."""
     if not atoms:
-        return [(prefix, module)]
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in module.named_children():
-        if fnmatch.fnmatchcase(name, atoms[0]):
+        return {id(module): (prefix, module)}
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, child in module._modules.items():
+        if child is not None and fnmatch.fnmatchcase(name, atoms[0]):
             path = f"{prefix}.{name}" if prefix else name
-            found.extend(_match(child, atoms[1:], path))
+            for key, entry in _match(child, atoms[1:], path).items():
+                found.setdefault(key, entry)
     return found
 
 
@@ -145,7 +180,7 @@ def _unmatched(module: nn.Module, pattern: str, strict: bool) -> None:
     )
     if strict:
         raise PlanError(text)
-    warnings.warn(text, stacklevel=3)
+    warnings.warn(text, stacklevel=4)
 
 
 def _shards(style: ParallelStyle, module: nn.Module) -> bool:
@@ -157,26 +192,27 @@ def _shards(style: ParallelStyle, module: nn.Module) -> bool:
 def _keep_ties(module: nn.Module, call: Applying) -> None:
     """Give a sharded parameter to every module that held the plain one."""
     for submodule in module.modules():
-        for name, param in submodule.named_parameters(recurse=False):
+        for name, param in list(submodule._parameters.items()):
             replaced = call.sharded.get(id(param))
             if replaced is not None and replaced[0] is param:
                 submodule.register_parameter(name, replaced[1])
 
 
-def _may_need_sizes(style: Any) -> bool:
+def _may_need_sizes(style: ParallelStyle) -> bool:
     """Tell whether a style may meet a plain shard whose global size only the ranks together know.
 
-    A style that is promised even shards never asks, but others may; a style of the user's own might.
+    A style that is promised even shards never asks, but others may.
     """
     if getattr(style, "even_shards", False):
         return False
-    declared = [
-        *(getattr(style, "input_layouts", None) or ()),
-        *(getattr(style, "output_layouts", None) or ()),
-        *getattr(style, "input_kwarg_layouts", {}).values(),
-        *getattr(style, "sequence_sharding", ()),
-    ]
-    parts = [getattr(style, f"prepare_module_{side}", None) for side in ("input", "output")]
-    return any(p is not None and p.is_shard() and p.dim != -1 for p in declared) or any(
-        _may_need_sizes(part) for part in parts if part is not None
-    )
+    return any(_cuts_rows(option) for option in vars(style).values())
+
+
+def _cuts_rows(option: Any) -> bool:
+    """Tell whether an option of a style names a cut of another dim than the last."""
+    if isinstance(option, Shard):
+        return option.dim != -1
+    if isinstance(option, ParallelStyle):
+        return _may_need_sizes(option)
+    parts = option.values() if isinstance(option, Mapping) else option
+    return isinstance(option, (Mapping, tuple, list)) and any(_cuts_rows(part) for part in parts)

@@ -10,61 +10,13 @@ import torch
 from torch import nn
 
 from hyper_parallel.core import Placement
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.read import read_placement
-from hyper_parallel.errors import LayoutError, PlanError, describe
-from hyper_parallel.parallel.sizes import global_shape
+from hyper_parallel.errors import PlanError, describe
+from hyper_parallel.parallel.edge import arrange, give
 from hyper_parallel.parallel.style import ParallelStyle
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = [
-    "PrepareModuleInput",
-    "PrepareModuleInputOutput",
-    "PrepareModuleOutput",
-    "arrange",
-    "hand_out",
-]
-
-
-def arrange(
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
-    declared: Placement,
-    desired: Placement,
-    *,
-    where: str,
-    even_shards: bool = False,
-) -> DTensor:
-    """Bring one tensor to the desired placement, as a DTensor.
-
-    A plain tensor is where it was declared; a DTensor is moved from where it says it is.
-
-    Communicates:
-        The move, and for a plain shard perhaps one exchange of an integer (see sizes.py).
-    """
-    if not isinstance(tensor, DTensor):
-        shape = global_shape(tensor, mesh, declared, where=where, even_shards=even_shards)
-        tensor = DTensor.from_local(tensor, mesh, [declared], shape=shape)
-    return tensor.redistribute(mesh, [desired])
-
-
-def hand_out(output: Any, mesh: DeviceMesh, desired: Placement, use_local_output: bool) -> Any:
-    """Bring a DTensor output to the desired placement, and hand it out plain if asked.
-
-    Raises:
-        LayoutError: the output is a plain tensor, whose placement nobody knows.
-    """
-    if not isinstance(output, DTensor):
-        raise LayoutError(
-            describe(
-                "ParallelStyle",
-                "the module's forward must return a DTensor",
-                "Keep DTensors inside the module, or use PrepareModuleOutput",
-                output=type(output).__name__,
-            )
-        )
-    moved = output.redistribute(mesh, [desired])
-    return moved.to_local() if use_local_output else moved
+__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
 
 _Layouts = tuple[Placement | None, ...]
@@ -93,7 +45,46 @@ def _same_length(where: str, **layouts: Any) -> None:
         )
 
 
-class PrepareModuleInput(ParallelStyle):
+def _prepare(
+    style: PrepareModuleInput | PrepareModuleOutput,
+    value: Any,
+    mesh: DeviceMesh,
+    declared: Placement | None,
+    desired: Placement | None,
+) -> Any:
+    """Move one input or output; what has no layout, and an absent one (None), stays."""
+    if declared is None or value is None:
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise PlanError(
+            describe(
+                style.where(),
+                "what has a layout must be a tensor",
+                "Put None in the place of its layout",
+                layout=declared,
+                value=type(value).__name__,
+            )
+        )
+    laid = arrange(
+        value,
+        mesh,
+        declared,
+        declared if desired is None else desired,
+        where=style.where(),
+        even_shards=style.even_shards,
+    )
+    return give(laid, mesh, style.use_local_output)
+
+
+class _PrepareStyle(ParallelStyle):
+    """A style that is shown with all its options."""
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+
+class PrepareModuleInput(_PrepareStyle):
     """Move a module's inputs from their declared to their desired placements.
 
     Args:
@@ -171,32 +162,17 @@ class PrepareModuleInput(ParallelStyle):
                 )
             wanted = self.desired_input_layouts or ()
             args = tuple(
-                self._one(value, mesh, declared, desired)
+                _prepare(self, value, mesh, declared, desired)
                 for value, declared, desired in zip(args, self.input_layouts, wanted, strict=True)
             )
         for name, declared in self.input_kwarg_layouts.items():
             if name in kwargs:
                 desired = self.desired_input_kwarg_layouts[name]
-                kwargs = {**kwargs, name: self._one(kwargs[name], mesh, declared, desired)}
+                kwargs = {**kwargs, name: _prepare(self, kwargs[name], mesh, declared, desired)}
         return args, kwargs
 
-    def _one(
-        self, value: Any, mesh: DeviceMesh, declared: Placement | None, desired: Placement | None
-    ) -> Any:
-        if declared is None or not isinstance(value, torch.Tensor):
-            return value
-        moved = arrange(
-            value,
-            mesh,
-            declared,
-            declared if desired is None else desired,
-            where=self.where(),
-            even_shards=self.even_shards,
-        )
-        return moved.to_local() if self.use_local_output else moved
 
-
-class PrepareModuleOutput(ParallelStyle):
+class PrepareModuleOutput(_PrepareStyle):
     """Move a module's outputs from their declared to their desired placements.
 
     Args:
@@ -235,7 +211,7 @@ class PrepareModuleOutput(ParallelStyle):
         self, module: nn.Module, mesh: DeviceMesh, output: Any
     ) -> Any:
         """Move the outputs."""
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        outputs = output if isinstance(output, tuple) else (output,)
         if len(outputs) != len(self.output_layouts):
             raise PlanError(
                 describe(
@@ -246,26 +222,16 @@ class PrepareModuleOutput(ParallelStyle):
                     output_layouts=self.output_layouts,
                 )
             )
-        moved: list[Any] = []
-        for value, declared, desired in zip(
-            outputs, self.output_layouts, self.desired_output_layouts, strict=True
-        ):
-            if declared is None or not isinstance(value, torch.Tensor):
-                moved.append(value)
-                continue
-            laid = arrange(
-                value,
-                mesh,
-                declared,
-                declared if desired is None else desired,
-                where=self.where(),
-                even_shards=self.even_shards,
+        moved = tuple(
+            _prepare(self, value, mesh, declared, desired)
+            for value, declared, desired in zip(
+                outputs, self.output_layouts, self.desired_output_layouts, strict=True
             )
-            moved.append(laid.to_local() if self.use_local_output else laid)
-        return moved[0] if outputs is not output else type(output)(moved)
+        )
+        return moved[0] if len(moved) == 1 else moved  # as torch: also for a tuple of one
 
 
-class PrepareModuleInputOutput(ParallelStyle):
+class PrepareModuleInputOutput(_PrepareStyle):
     """PrepareModuleInput and PrepareModuleOutput in one.
 
     Args:
@@ -283,7 +249,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         Each input's and output's move; backward the way back.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # torch's arguments
         self,
         *,
         input_layouts: Placement | Sequence[Placement | None] | None = None,

@@ -5,6 +5,11 @@
 like even shards. Within one forward pass of a parallelized module the ranks exchange the local
 size once (one small integer each) and then know it. A tensor whose size was fixed upstream
 (the output of a RowwiseParallel) costs no exchange; `even_shards=True` promises there is no need.
+
+Whether to exchange must be decided alike on every rank, so never by the local size. It is decided
+by what all ranks know: the mesh, the number of dims and which dim is cut. Where two lengths were
+learned for the same dim (an encoder and a decoder), and for the last dim (features of any size),
+every plain shard is exchanged anew.
 """
 
 from __future__ import annotations
@@ -21,12 +26,21 @@ from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["global_shape", "learn", "open_scope"]
 
-_scopes = threading.local()
+_Key = tuple[DeviceMesh, int, Shard]
 
 
-def _known() -> dict[DeviceMesh, tuple[int, ...]] | None:
-    """Give what this forward pass knows, or None outside of one."""
-    return getattr(_scopes, "known", None)
+class _Scope(threading.local):
+    """The forward passes this thread is in, and what the outermost one knows.
+
+    `known` gives the sizes by rank; None where they differ from tensor to tensor.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.known: dict[_Key, tuple[int, ...] | None] = {}
+
+
+_scope = _Scope()
 
 
 def open_scope(module: nn.Module) -> None:
@@ -39,25 +53,30 @@ def open_scope(module: nn.Module) -> None:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    del module, args
-    depth = getattr(_scopes, "depth", 0)
-    if depth == 0:
-        _scopes.known = {}
-    _scopes.depth = depth + 1
+    del args
+    if any(module is one for one in _scope.modules):  # a pass that was interrupted never left
+        _scope.modules.clear()
+    if not _scope.modules:
+        _scope.known = {}
+    _scope.modules.append(module)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    del module, args, output
-    _scopes.depth = max(getattr(_scopes, "depth", 1) - 1, 0)
-    if _scopes.depth == 0:
-        _scopes.known = None
+    del args, output
+    while any(module is one for one in _scope.modules):
+        _scope.modules.pop()
 
 
-def learn(mesh: DeviceMesh, size: int) -> None:
-    """Note that this forward pass cuts a dim of global `size`."""
-    known = _known()
-    if known is not None:
-        known.setdefault(mesh, chunk_sizes(size, mesh.size()))
+def learn(mesh: DeviceMesh, layout: Layout) -> None:
+    """Note that this forward pass hands out plain shards of a tensor of this layout."""
+    placement = layout.placements[0]
+    ndim = len(layout.shape)
+    if not _scope.modules or not isinstance(placement, Shard) or placement.dim == ndim - 1:
+        return
+    sizes = chunk_sizes(layout.shape[placement.dim], mesh.size(), placement.block)
+    before = _scope.known.setdefault((mesh, ndim, placement), sizes)
+    if before != sizes:
+        _scope.known[mesh, ndim, placement] = None
 
 
 def global_shape(
@@ -84,41 +103,50 @@ def global_shape(
     shape = list(local.shape)
     if not isinstance(placement, Shard):
         return tuple(shape)
-    dim = Layout(mesh, (placement,), [max(s, 1) * placement.block for s in shape]).placements[0].dim  # type: ignore[attr-defined]
+    legal = Layout(mesh, (placement,), tuple(max(s, 1) * placement.block for s in shape))
+    cut = legal.placements[0]
+    assert isinstance(cut, Shard)  # noqa: S101  # ours: normalized from one
     if even_shards or mesh.size() == 1:
-        shape[dim] *= mesh.size()
+        shape[cut.dim] *= mesh.size()
     else:
-        shape[dim] = sum(_sizes(local.shape[dim], mesh, dim, where))
+        shape[cut.dim] = sum(_sizes(shape, mesh, cut, where))
     return tuple(shape)
 
 
-def _sizes(size: int, mesh: DeviceMesh, dim: int, where: str) -> tuple[int, ...]:
-    known = _known()
+def _sizes(shape: list[int], mesh: DeviceMesh, cut: Shard, where: str) -> tuple[int, ...]:
+    key = (mesh, len(shape), cut)
+    size = shape[cut.dim]
+    found = _scope.known.get(key) if _scope.modules else None
+    if found is None:
+        found = _exchange(size, mesh, cut, where)
+        if _scope.modules and cut.dim != len(shape) - 1:
+            _scope.known.setdefault(key, found)
     mine = mesh.get_local_rank()
-    found = None if known is None else known.get(mesh)
-    if found is not None:
-        if found[mine] == size:
-            return found
+    if found[mine] != size:
         raise LayoutError(
             describe(
                 where,
-                f"a plain shard must have {found[mine]} entries on dim {dim}, as the others of this"
-                f" forward pass (sizes by rank: {found})",
+                f"a plain shard must have {found[mine]} entries on dim {cut.dim}, as the others of"
+                f" this forward pass (sizes by rank: {found})",
                 "Pass a DTensor, which knows its global shape, or even_shards=True",
                 size=size,
             )
         )
+    return found
+
+
+def _exchange(size: int, mesh: DeviceMesh, cut: Shard, where: str) -> tuple[int, ...]:
+    """Give all ranks' sizes, checked to be the chunks of their sum."""
     sizes = tuple(n for (n,) in mesh.communicator(0).all_gather_ints([size]))
-    if sizes != chunk_sizes(sum(sizes), len(sizes)):
+    total = sum(sizes)
+    if total % cut.block or sizes != chunk_sizes(total, len(sizes), cut.block):
+        rule = f"in blocks of {cut.block}" if cut.block > 1 else chunk_sizes(total, len(sizes))
         raise LayoutError(
             describe(
                 where,
-                f"the shards of dim {dim} must have torch.chunk's sizes"
-                f" {chunk_sizes(sum(sizes), len(sizes))}",
+                f"the shards of dim {cut.dim} must have torch.chunk's sizes {rule}",
                 "Cut the input with torch.chunk, or pass a DTensor",
                 sizes=sizes,
             )
         )
-    if known is not None:
-        known[mesh] = sizes
     return sizes

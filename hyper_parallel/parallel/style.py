@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ParallelStyle: how one module's parameters, inputs and outputs lie on a mesh axis.
 
-[Note: hooks] `apply` is the public entry. It runs, for each own parameter, `validate_param` and
+[Note: hooks] `apply` is the public entry. It runs, for each parameter, `validate_param` and
 `shard_param`, then `install_forward`. The installed forward runs `transform_inputs_pre_forward`,
 the module's own forward inside `context_around_forward`, and `transform_output_post_forward`. Each
 may be overridden on its own. Where `should_use_local_tensors` says so (and the module's forward is
@@ -12,21 +12,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from hyper_parallel.core import Placement
+from hyper_parallel.core import Layout, Placement
 from hyper_parallel.dtensor import DTensor, distribute_tensor
-from hyper_parallel.dtensor.interop import own_parameters
+from hyper_parallel.dtensor.interop import is_torch_dtensor, own_parameters
 from hyper_parallel.dtensor.read import one_axis_mesh
-from hyper_parallel.errors import LayoutError, PlanError, describe
+from hyper_parallel.errors import HyperParallelError, PlanError, describe
+from hyper_parallel.parallel.checks import relocate
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["Applying", "ParallelStyle", "StyledForward", "applying"]
+__all__ = [
+    "Applying",
+    "ParallelStyle",
+    "StyledForward",
+    "applying",
+]
 
 _state = threading.local()
 
@@ -35,15 +41,9 @@ _state = threading.local()
 class Applying:
     """What one parallelize_module call shares between its styles."""
 
-    src_data_rank: int | None = 0
     path: str = ""
     # Parameters that were sharded in this call, by the identity of the plain one: ties stay.
     sharded: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
-
-
-def current() -> Applying:
-    """Give the running parallelize_module call, or a fresh one for a lone `apply`."""
-    return getattr(_state, "applying", None) or Applying()
 
 
 @contextmanager
@@ -60,10 +60,23 @@ def applying(call: Applying) -> Iterator[Applying]:
 class ParallelStyle:
     """Base of all styles; subclass it and override hooks to make your own, see [Note: hooks]."""
 
+    # The rank of the mesh whose parameters count; parallelize_module sets it, as torch does.
     src_data_rank: int | None = 0
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_apply" in cls.__dict__ and cls.apply is ParallelStyle.apply:
+            raise PlanError(
+                describe(
+                    "ParallelStyle",
+                    "a style must define apply(module, device_mesh), which is public here",
+                    "Rename _apply to apply",
+                    style=cls.__name__,
+                )
+            )
+
     def apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        """Shard a module's own parameters and install its parallel forward, in place.
+        """Shard a module's parameters and install its parallel forward, in place.
 
         Args:
             module: the module.
@@ -77,25 +90,43 @@ class ParallelStyle:
 
         Raises:
             PlanError: the style cannot shard this module, or a parameter is sharded already.
-            LayoutError: a mesh of several axes, or this rank is outside it.
+            LayoutError: a mesh of several axes, this rank is outside it, or a placement that
+                does not fit a parameter.
         """
         mesh = one_axis_mesh(device_mesh, type(self).__name__)
         mesh.get_local_rank()
-        self.validate_module(module, mesh)
-        own = list(module.named_parameters(recurse=False))
-        for name, param in own:
-            self.validate_param(module, name, param, mesh)
-        for name, param in own:
-            new = self.shard_param(module, name, param, mesh)
-            if new is not None:
-                module.register_parameter(name, new)
-        self.install_forward(module, mesh)
+        with applying(getattr(_state, "applying", None) or Applying()):
+            try:
+                self._shard(module, mesh)
+                self.install_forward(module, mesh)
+            except HyperParallelError as error:
+                relocate(error, self.where())
         return module
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Validate everything, then replace parameters."""
+        self.validate_module(module, mesh)
+        own = [
+            (holder, name, param)
+            for holder in self.modules_to_shard(module)
+            for name, param in holder.named_parameters(recurse=False)
+        ]
+        for holder, name, param in own:
+            self.validate_param(holder, name, param, mesh)
+        for holder, name, param in own:
+            new = self.shard_param(holder, name, param, mesh)
+            if new is not None:
+                holder.register_parameter(name, new)
 
     def where(self) -> str:
         """Name this style and the module it is being applied to, for errors."""
-        path = current().path
-        return f"{type(self).__name__} on {path!r}" if path else type(self).__name__
+        call = getattr(_state, "applying", None)
+        name = type(self).__name__
+        return f"{name} on {call.path!r}" if call is not None and call.path else name
+
+    def modules_to_shard(self, module: nn.Module) -> list[nn.Module]:
+        """List the modules whose own parameters are validated and sharded: the module itself."""
+        return [module]
 
     def validate_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Refuse a module this style cannot serve, before anything changes."""
@@ -134,8 +165,15 @@ class ParallelStyle:
         return False
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Put the parallel forward in the place of the module's own."""
-        module.forward = StyledForward(self, module, mesh, self.where())
+        """Put the parallel forward in the place of the module's own.
+
+        Styles that were applied before see inputs and outputs first, as torch's hooks do.
+        """
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, StyledForward):
+            forward = StyledForward(module)
+            module.forward = forward
+        forward.styles.append((self, mesh, self.where()))
 
     def distribute(
         self, param: nn.Parameter, mesh: DeviceMesh, placement: Placement
@@ -145,64 +183,96 @@ class ParallelStyle:
         Raises:
             PlanError: it is sharded already, or was sharded otherwise in this call.
         """
-        call = current()
+        call = getattr(_state, "applying", None) or Applying()
         before = call.sharded.get(id(param))
-        if before is not None:
-            self._check_tie(before[1], placement)
-            return before[1]
-        new = distribute_tensor(param, mesh, [placement], src_data_rank=call.src_data_rank)
+        tied = param if before is None else before[1]
+        if isinstance(tied, DTensor):
+            self.check_sharded("parameter", tied, mesh, placement)
+            return cast(nn.Parameter, tied)
+        source = None if param.is_meta else self.src_data_rank  # no data to send
+        new = distribute_tensor(param, mesh, [placement], src_data_rank=source)
         result = cast(nn.Parameter, new)
         call.sharded[id(param)] = (param, result)
         return result
 
-    def refuse_sharded(self, name: str, param: torch.Tensor) -> None:
-        """Refuse a parameter that some style has sharded already, but for ties in this call."""
-        ties = [new for _, new in current().sharded.values()]
-        if isinstance(param, DTensor) and not any(param is new for new in ties):
+    def check_sharded(
+        self, name: str, param: torch.Tensor, mesh: DeviceMesh, placement: Placement
+    ) -> None:
+        """Refuse a parameter that is sharded, but for one that lies as this style would put it.
+
+        Raises:
+            PlanError: as said.
+        """
+        if is_torch_dtensor(param):
             raise PlanError(
                 describe(
                     self.where(),
-                    f"parameter {name!r} must not be sharded already",
-                    "Apply one style to each parameter, once",
-                    layout=param.layout,
+                    f"{name} must not be torch's DTensor yet",
+                    "Parallelize the module before fully_shard",
+                    placements=param.placements,  # type: ignore[attr-defined]
+                )
+            )
+        if not isinstance(param, DTensor):
+            return
+        wanted = Layout(mesh, (placement,), param.layout.shape)
+        if param.layout != wanted:
+            raise PlanError(
+                describe(
+                    self.where(),
+                    f"{name} must be plain, or sharded already (tied) as this style would do it",
+                    "Apply one style to each parameter; cut tied ones alike, or untie them",
+                    have=param.layout,
+                    wanted=wanted,
                 )
             )
 
-    def _check_tie(self, tied: Any, placement: Placement) -> None:
-        wanted = tied.layout.with_placements([placement])
-        if tied.layout != wanted:
+    def refuse_styled(self, module: nn.Module) -> None:
+        """Refuse a module whose forward some style has made parallel already.
+
+        Raises:
+            PlanError: as said.
+        """
+        if getattr(module.__dict__.get("forward"), "shards", False):
             raise PlanError(
                 describe(
                     self.where(),
-                    "a tied parameter must be sharded alike in every module that has it",
-                    "Use styles that cut the same dim, or untie the parameter",
-                    have=tied.layout,
-                    wanted=wanted,
+                    "the module must not be sharded by a style already",
+                    "Apply one such style to each module, once",
+                    module=type(module).__name__,
                 )
             )
 
 
 class StyledForward:
-    """A module's forward with a style around it. Deep-copies and pickles with its module."""
+    """A module's forward with styles around it. Deep-copies with its module."""
 
-    def __init__(self, style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, where: str):
-        self.style, self.module, self.mesh, self.where = style, module, mesh, where
+    def __init__(self, module: nn.Module):
+        self.module = module
         self.original = module.forward
+        self.styles: list[tuple[ParallelStyle, DeviceMesh, str]] = []
+
+    @property
+    def shards(self) -> bool:
+        """Tell whether one of the styles replaced parameters."""
+        inner = getattr(self.original, "shards", False)
+        return inner or any(
+            type(style).shard_param is not ParallelStyle.shard_param for style, _, _ in self.styles
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        style, module, mesh = self.style, self.module, self.mesh
-        try:
-            args, kwargs = style.transform_inputs_pre_forward(module, mesh, args, kwargs)
-        except LayoutError as error:
-            raise _located(error, self.where) from error
-        with style.context_around_forward(module, mesh):
+        """Run the module's own forward with the styles around it."""
+        module = self.module
+        with ExitStack() as contexts:
+            for style, mesh, where in self.styles:
+                try:
+                    args, kwargs = style.transform_inputs_pre_forward(module, mesh, args, kwargs)
+                except HyperParallelError as error:
+                    relocate(error, where)
+                contexts.enter_context(style.context_around_forward(module, mesh))
             output = self.original(*args, **kwargs)
-        return style.transform_output_post_forward(module, mesh, output)
-
-
-def _located(error: LayoutError, where: str) -> LayoutError:
-    """Name the module once, at the edge: `Style: ...` becomes `Style on 'path': ...`."""
-    text = str(error)
-    if text.startswith(where):
-        return error
-    return LayoutError(f"{where}: {text.removeprefix(where.split(' on ')[0] + ': ')}")
+        for style, mesh, where in self.styles:
+            try:
+                output = style.transform_output_post_forward(module, mesh, output)
+            except HyperParallelError as error:
+                relocate(error, where)
+        return output

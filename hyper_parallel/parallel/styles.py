@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ColwiseParallel, RowwiseParallel and SequenceParallel: the styles that shard parameters."""
+"""ColwiseParallel and RowwiseParallel: the styles that cut a Linear or an Embedding."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from hyper_parallel.core import Placement, Replicate, Shard
+from hyper_parallel.core import Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.read import read_placement
 from hyper_parallel.errors import PlanError, describe
+from hyper_parallel.parallel.checks import first_tensor
+from hyper_parallel.parallel.edge import arrange, hand_out
 from hyper_parallel.parallel.embedding import EmbeddingForward, refuse_options
 from hyper_parallel.parallel.linear import LinearForward
-from hyper_parallel.parallel.prepare import arrange, hand_out
 from hyper_parallel.parallel.style import ParallelStyle
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
+__all__ = ["ColwiseParallel", "RowwiseParallel"]
+
+# Hooks that the fused local form replaces: overriding one turns it off.
+_REPLACED = (
+    "transform_inputs_pre_forward",
+    "context_around_forward",
+    "transform_output_post_forward",
+)
 
 
 class _CutStyle(ParallelStyle):
     """What ColwiseParallel and RowwiseParallel share: a Linear or Embedding, cut in one dim."""
 
     kind: str
-    # Placement of each parameter, by module type and parameter name.
-    placements: dict[type[nn.Module], dict[str, Placement]]
 
     def __init__(
         self,
@@ -35,27 +40,32 @@ class _CutStyle(ParallelStyle):
         use_local_output: bool,
         even_shards: bool,
     ) -> None:
-        name = type(self).__name__
-        self.input_layouts = (self._read(input_layouts, name, "input_layouts"),)
-        self.output_layouts = (self._read(output_layouts, name, "output_layouts"),)
+        self.input_layouts = (self._read(input_layouts, "input_layouts"),)
+        self.output_layouts = (self._read(output_layouts, "output_layouts"),)
         self.use_local_output = use_local_output
         self.even_shards = even_shards
 
-    def _read(self, placement: Any, name: str, argument: str) -> Placement:
+    def _read(self, placement: Any, argument: str) -> Placement:
         if isinstance(placement, (list, tuple)) and len(placement) == 1:
             placement = placement[0]
-        return read_placement(placement, f"{name}({argument}=...)")
+        return read_placement(placement, f"{type(self).__name__}({argument}=...)")
 
-    def desired_input(self, module: nn.Module) -> Placement:
+    def _table(self, module: nn.Module) -> dict[str, Placement]:
+        """Give the placement of each parameter by name."""
+        raise NotImplementedError
+
+    def _desired_input(self, module: nn.Module) -> Placement:
         """Give the placement the module's own computation needs its input in."""
         raise NotImplementedError
 
     def validate_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse anything but a Linear or an Embedding.
+        """Refuse anything but a Linear or an Embedding that has its own weight.
 
         Raises:
-            PlanError: another kind of module, or an Embedding option that needs the whole table.
+            PlanError: another kind of module, one that is sharded already, a weight that is
+                computed, or an Embedding option that needs the whole table.
         """
+        self.refuse_styled(module)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             raise PlanError(
                 describe(
@@ -65,55 +75,67 @@ class _CutStyle(ParallelStyle):
                     module=type(module).__name__,
                 )
             )
+        if module._parameters.get("weight") is None:
+            raise PlanError(
+                describe(
+                    self.where(),
+                    "the weight must be a parameter of the module itself",
+                    "Remove the parametrization, or leave this module out of the plan",
+                    parameters=sorted(name for name, _ in module.named_parameters()),
+                )
+            )
         if isinstance(module, nn.Embedding):
             refuse_options(module, self.kind, self.where())
 
     def validate_param(
         self, module: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh
     ) -> None:
-        """Refuse a parameter that is sharded already, or one this style does not know.
+        """Refuse a parameter that is sharded otherwise, or one this style does not know.
 
         Raises:
             PlanError: as said.
         """
-        self.refuse_sharded(name, param)
-        if name not in self._table(module):
+        table = self._table(module)
+        if name not in table:
             raise PlanError(
                 describe(
                     self.where(),
-                    f"parameters must be among {sorted(self._table(module))}",
-                    "Override shard_param to say how to cut this one",
+                    f"parameters must be among {sorted(table)}",
+                    "Override validate_param and shard_param to say how to cut this one",
                     parameter=name,
                 )
             )
+        self.check_sharded(f"parameter {name!r}", param, mesh, table[name])
 
     def shard_param(
         self, module: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh
     ) -> nn.Parameter | None:
         """Cut the weight; cut or replicate the bias."""
-        if isinstance(param, DTensor):  # tied, and cut earlier in this call
-            self._check_tie(param, self._table(module)[name])
-            return None
         return self.distribute(param, mesh, self._table(module)[name])
 
-    def _table(self, module: nn.Module) -> dict[str, Placement]:
-        kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
-        return self.placements[kind]
-
     def should_use_local_tensors(self, module: nn.Module) -> bool:
-        """Use the fused local form where the module's forward is Linear's or Embedding's own."""
-        own = type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
-        cls, base = type(self), ParallelStyle
-        hooks = (
-            cls.transform_inputs_pre_forward is _CutStyle.transform_inputs_pre_forward
-            and cls.transform_output_post_forward is _CutStyle.transform_output_post_forward
-            and cls.context_around_forward is base.context_around_forward
+        """Use the fused local form, unless a hook that it replaces was overridden."""
+        return all(getattr(type(self), hook) is getattr(_CutStyle, hook) for hook in _REPLACED)
+
+    def _fits_fused(self, module: nn.Module) -> bool:
+        """Tell whether the fused form computes what the module's own forward would."""
+        places = (self.input_layouts[0], self.output_layouts[0])
+        table = self._table(module)
+        return (
+            type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
+            and "forward" not in module.__dict__
+            and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in places)
+            and all(
+                isinstance(param, DTensor)
+                and not param.dtype.is_complex
+                and param.placements == (table.get(name),)
+                for name, param in module.named_parameters(recurse=False)
+            )
         )
-        return own and hooks and "forward" not in module.__dict__
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Install the fused local form, or the module's own forward on DTensors."""
-        if not self.should_use_local_tensors(module):
+        if not (self._fits_fused(module) and self.should_use_local_tensors(module)):
             super().install_forward(module, mesh)
             return
         form = LinearForward if isinstance(module, nn.Linear) else EmbeddingForward
@@ -132,11 +154,14 @@ class _CutStyle(ParallelStyle):
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the first argument to where the module needs it, as a DTensor."""
+        if not args and "input" in kwargs:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input"),)
         first = arrange(
-            args[0],
+            first_tensor(self.where(), args, kwargs),
             mesh,
             self.input_layouts[0],
-            self.desired_input(module),
+            self._desired_input(module),
             where=self.where(),
             even_shards=self.even_shards,
         )
@@ -156,10 +181,17 @@ class _CutStyle(ParallelStyle):
         )
 
 
+def _block(placement: Placement) -> int:
+    """Give the block in which a placement cuts the last dim, which the weight then follows."""
+    return placement.block if isinstance(placement, Shard) and placement.dim == -1 else 1
+
+
 class ColwiseParallel(_CutStyle):
     """Cut a Linear's output features, or an Embedding's columns, between the ranks.
 
-    weight [out, in]: S(0); bias [out]: S(0). Embedding weight [vocab, H]: S(1).
+    weight [out, in]: S(0); bias [out]: S(0). Embedding weight [vocab, H]: S(1). With
+    `output_layouts=Shard(-1, block=b)` they are cut only between blocks of b features, so that no
+    attention head is cut through where the heads do not divide.
 
     Args:
         input_layouts: where a plain input is; default Replicate.
@@ -192,10 +224,6 @@ class ColwiseParallel(_CutStyle):
     """
 
     kind = "colwise"
-    placements = {  # noqa: RUF012
-        nn.Linear: {"weight": Shard(0), "bias": Shard(0)},
-        nn.Embedding: {"weight": Shard(1)},
-    }
 
     def __init__(
         self,
@@ -209,8 +237,13 @@ class ColwiseParallel(_CutStyle):
             input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output, even_shards
         )
 
-    def desired_input(self, module: nn.Module) -> Placement:
-        """Give Replicate."""
+    def _table(self, module: nn.Module) -> dict[str, Placement]:
+        block = _block(self.output_layouts[0])
+        if isinstance(module, nn.Linear):
+            return {"weight": Shard(0, block), "bias": Shard(0, block)}
+        return {"weight": Shard(1, block)}
+
+    def _desired_input(self, module: nn.Module) -> Placement:
         return Replicate()
 
 
@@ -218,6 +251,7 @@ class RowwiseParallel(_CutStyle):
     """Cut a Linear's input features, or an Embedding's vocabulary, between the ranks.
 
     weight [out, in]: S(1); bias [out]: Replicate, added once. Embedding weight [vocab, H]: S(0).
+    With `input_layouts=Shard(-1, block=b)` the weight is cut between blocks of b features.
 
     Args:
         input_layouts: where a plain input is; default Shard(-1). (An Embedding's ids usually are
@@ -252,10 +286,6 @@ class RowwiseParallel(_CutStyle):
     """
 
     kind = "rowwise"
-    placements = {  # noqa: RUF012
-        nn.Linear: {"weight": Shard(1), "bias": Replicate()},
-        nn.Embedding: {"weight": Shard(0)},
-    }
 
     def __init__(
         self,
@@ -269,102 +299,11 @@ class RowwiseParallel(_CutStyle):
             input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output, even_shards
         )
 
-    def desired_input(self, module: nn.Module) -> Placement:
-        """Give Shard(-1) for a Linear, Replicate for an Embedding's ids."""
-        return Shard(-1) if isinstance(module, nn.Linear) else Replicate()
+    def _table(self, module: nn.Module) -> dict[str, Placement]:
+        if isinstance(module, nn.Linear):
+            return {"weight": Shard(1, _block(self.input_layouts[0])), "bias": Replicate()}
+        return {"weight": Shard(0)}
 
-
-class SequenceParallel(ParallelStyle):
-    """Run a norm (or another module that treats rows alone) on a sharded sequence.
-
-    Parameters are replicated; their gradients are summed over the ranks.
-
-    Args:
-        sequence_dim: the dim that is cut; default 1, for [B, S, D].
-        use_local_output: hand out a plain local tensor; default a DTensor.
-        even_shards: promise that plain inputs have equal shards.
-
-    Communicates:
-        Forward: nothing for an input that is cut already (a plain one may need one exchange of
-        an integer per forward pass). Backward: one all-reduce for each parameter.
-
-    Raises:
-        PlanError: a parameter is sharded already.
-
-    Source: Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198,
-        section 4.2.2.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from hyper_parallel import SequenceParallel, init_device_mesh, simulate
-        >>> @simulate(2)
-        ... def shape():
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     norm = SequenceParallel().apply(nn.LayerNorm(8), mesh)
-        ...     rows = 3 if mesh.get_local_rank() == 0 else 2
-        ...     return tuple(norm(torch.ones(1, rows, 8)).shape)
-        >>> shape()
-        [(1, 5, 8), (1, 5, 8)]
-    """
-
-    def __init__(
-        self,
-        *,
-        sequence_dim: int = 1,
-        use_local_output: bool = False,
-        even_shards: bool = False,
-    ) -> None:
-        self.sequence_sharding = (Shard(sequence_dim),)
-        self.use_local_output = use_local_output
-        self.even_shards = even_shards
-
-    def validate_param(
-        self, module: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh
-    ) -> None:
-        """Refuse a parameter that is sharded already.
-
-        Raises:
-            PlanError: as said.
-        """
-        self.refuse_sharded(name, param)
-
-    def shard_param(
-        self, module: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh
-    ) -> nn.Parameter | None:
-        """Replicate the parameter."""
-        if isinstance(param, DTensor):  # tied, and replicated earlier in this call
-            self._check_tie(param, Replicate())
-            return None
-        return self.distribute(param, mesh, Replicate())
-
-    def transform_inputs_pre_forward(
-        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the first argument to the sequence sharding, as a DTensor."""
-        place = self.sequence_sharding[0]
-        if not args or not isinstance(args[0], torch.Tensor):
-            raise PlanError(
-                describe(
-                    self.where(),
-                    "the module's first positional argument must be the tensor to shard",
-                    "Pass it positionally",
-                    args=len(args),
-                )
-            )
-        first = arrange(
-            args[0], mesh, place, place, where=self.where(), even_shards=self.even_shards
-        )
-        return (first, *args[1:]), kwargs
-
-    def transform_output_post_forward(
-        self, module: nn.Module, mesh: DeviceMesh, output: Any
-    ) -> Any:
-        """Hand out the output, cut as the input is."""
-        return hand_out(output, mesh, self.sequence_sharding[0], self.use_local_output)
-
-    def __repr__(self) -> str:
-        return (
-            f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim},"
-            f" use_local_output={self.use_local_output})"
-        )
+    def _desired_input(self, module: nn.Module) -> Placement:
+        is_linear = isinstance(module, nn.Linear)
+        return Shard(-1, _block(self.input_layouts[0])) if is_linear else Replicate()

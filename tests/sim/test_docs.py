@@ -7,6 +7,9 @@ import importlib
 import pytest
 
 MODULES = [
+    "hyper_parallel.dtensor.api",
+    "hyper_parallel.dtensor.clip",
+    "hyper_parallel.dtensor.tensor",
     "hyper_parallel.runtime.executor",
     "hyper_parallel.runtime.mesh",
     "hyper_parallel.runtime.registry",

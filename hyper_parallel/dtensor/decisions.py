@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide an op on concrete layouts: where operands must be, where results and gradients are.
+
+Decisions are cached by op, layouts and static arguments. An op without a rule, or a call that its
+rule does not describe, runs on gathered operands; random and data-dependent ops are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.core.factor import BoundRule, bind
+from hyper_parallel.core.propagate import Decision, propagate
+from hyper_parallel.dtensor.signatures import BoundCall
+from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.rules import Call, find, names
+
+__all__ = ["Spec", "decide", "gathered", "on_meta", "refuse_random", "strict_rules"]
+
+_RANDOM = frozenset(
+    "dropout alpha_dropout feature_dropout bernoulli multinomial normal rand_like randn_like"
+    " randint_like rrelu poisson".split()
+)
+_DATA_DEPENDENT = frozenset(
+    "nonzero masked_select unique unique_consecutive argwhere bincount".split()
+)
+# These read a value out; gathering is what they ask for, so it is not worth a warning.
+_READS = frozenset(
+    "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __format__ equal allclose"
+    " isclose __contains__ cpu __str__".split()
+)
+
+_warned: set[str] = set()
+_strict = threading.local()
+_specs: dict[Any, Spec | None] = {}
+_MAX_SPECS = 4096
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A decision on concrete layouts: where operands must be, where results and gradients are."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...] | None  # None: results are whole, shapes as they come
+    gradients: tuple[Layout, ...]
+    divisors: tuple[int, ...] = ()
+    vocab_start: int | None = None  # embedding: the first row this rank holds
+    local_shape: tuple[int, ...] | None = None  # view-like: the result's local shape
+
+
+@contextmanager
+def strict_rules() -> Iterator[None]:
+    """Within the block an op without a rule is an error, instead of a gather with a warning."""
+    before = getattr(_strict, "on", False)
+    _strict.on = True
+    try:
+        yield
+    finally:
+        _strict.on = before
+
+
+def decide(
+    name: str,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    bound: BoundCall,
+    tensors: Sequence[Any],
+) -> Spec | None:
+    """Give the cached decision for a call, or None where no rule describes it.
+
+    Args:
+        name: the op's name in the rule tables.
+        func: the torch function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        bound: the same, with operands told from static arguments.
+        tensors: the DTensors among the operands, in the order of the operands.
+
+    Returns:
+        The decision; None also where the rule does not fit this form of the call.
+
+    Raises:
+        RuleError: the rule says that the call draws random numbers.
+    """
+    if name not in _known_names():
+        return None
+    operands = _with_tensors(bound.operands, tensors)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    key = (
+        name,
+        func,
+        bound.static,
+        needs_grad,
+        tuple(None if t is None else (t._layout, t.dtype) for t in operands),
+    )
+    try:
+        found = _specs.get(key, _MISSING)
+    except TypeError:  # an argument that cannot be a key
+        return None
+    if found is _MISSING:
+        out_shapes = _global_results(name, func, args, kwargs)
+        found = _decide(name, bound.static, operands, out_shapes, needs_grad)
+        if len(_specs) >= _MAX_SPECS:
+            _specs.clear()
+        _specs[key] = found
+    return found
+
+
+def _with_tensors(operands: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Keep the DTensors among the operands; scalars and 0-dim plain tensors become None."""
+    if len(operands) == len(tensors):
+        return operands
+    cls = type(tensors[0])
+    return tuple(operand if isinstance(operand, cls) else None for operand in operands)
+
+
+def _known_names() -> frozenset[str]:
+    return frozenset(names())
+
+
+def _decide(
+    name: str,
+    static: tuple[tuple[str, Any], ...],
+    operands: tuple[Any, ...],
+    out_shapes: list[tuple[int, ...]] | None,
+    needs_grad: bool,
+) -> Spec | None:
+    shapes = tuple(None if t is None else t._layout.shape for t in operands)
+    bound = _bound_rule(name, shapes, static)
+    if bound is None or out_shapes is None or not _agree(bound, out_shapes):
+        return None
+    present = [(i, t._layout) for i, t in enumerate(operands) if t is not None]
+    mesh = present[0][1].mesh
+    is_cast = _casts_to_integer(static)
+    decision = propagate(
+        bound,
+        [
+            None if t is None else (t._layout.cotangent if is_cast else t._layout).placements
+            for t in operands
+        ],
+        mesh.shape,
+        itemsizes=[1 if t is None else t.dtype.itemsize for t in operands],
+        needs_grad=needs_grad,
+    )
+    if decision.shifts and (name != "embedding" or dict(static).get("scale_grad_by_freq")):
+        return None
+    return _spec(bound, decision, present, out_shapes)
+
+
+def _spec(
+    bound: BoundRule,
+    decision: Decision,
+    present: list[tuple[int, Layout]],
+    out_shapes: list[tuple[int, ...]],
+) -> Spec:
+    """Write a decision down as layouts, with what this rank needs to know of its own part."""
+    mesh: Any = present[0][1].mesh
+    inputs = tuple(layout.with_placements(decision.inputs[i] or ()) for i, layout in present)
+    outputs = tuple(
+        Layout(mesh, placements, shape)
+        for placements, shape in zip(decision.outputs, out_shapes, strict=True)
+    )
+    is_inside = mesh.get_coordinate() is not None
+    return Spec(
+        inputs=inputs,
+        outputs=outputs,
+        gradients=tuple(
+            layout.with_placements(decision.gradients[i] or ()) for i, layout in present
+        ),
+        divisors=decision.divisors,
+        vocab_start=(
+            inputs[1].slices(mesh.get_rank())[0].start if decision.shifts and is_inside else None
+        ),
+        local_shape=outputs[0].local_shape(mesh.get_rank()) if bound.rule.local else None,
+    )
+
+
+def _bound_rule(
+    name: str, shapes: tuple[Any, ...], static: tuple[tuple[str, Any], ...]
+) -> BoundRule | None:
+    """Bind the op's rule; None if the call has a form that the rule does not know."""
+    try:
+        rule = find(name, Call(shapes, static))
+        bound = bind(rule, shapes)
+    except RuleError:
+        return None
+    if rule.random:
+        refuse_random(name)
+    return bound
+
+
+def _agree(bound: BoundRule, out_shapes: list[tuple[int, ...]]) -> bool:
+    """Tell whether the rule's results have the shapes that the op really gives."""
+    return len(bound.results) == len(out_shapes) and all(
+        len(rule) == len(real)
+        and all(size in (None, have) for size, have in zip(rule, real, strict=True))
+        for rule, real in zip(bound.results, out_shapes, strict=True)
+    )
+
+
+def _casts_to_integer(static: tuple[tuple[str, Any], ...]) -> bool:
+    """Tell whether the op first casts to a dtype in which a sum of parts is not the sum."""
+    dtype = dict(static).get("dtype")
+    return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _global_results(
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[int, ...]] | None:
+    """Give the global shapes of the op's results; None: torch cannot tell without data."""
+    if name == "to":
+        return [tuple(args[0].shape)]
+    try:
+        results, _ = tree_flatten(on_meta(func, args, kwargs))
+    except NotImplementedError:
+        return None
+    return [tuple(r.shape) for r in results if isinstance(r, torch.Tensor)]
+
+
+def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the op on meta tensors of the global shapes.
+
+    A call that torch refuses fails here, with torch's own text.
+    """
+    flat, tree = tree_flatten((args, kwargs))
+    metas = [
+        torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
+        if isinstance(t, torch.Tensor)
+        else t
+        for t in flat
+    ]
+    meta_args, meta_kwargs = tree_unflatten(metas, tree)
+    meta_kwargs.pop("device", None)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the op itself will warn
+        return func(*meta_args, **meta_kwargs)
+
+
+# ---------------------------------------------------------------------- without a rule
+
+
+def gathered(name: str, tensors: Sequence[Any]) -> Spec:
+    """Decide for an op without a rule: every operand is gathered, the result is replicated.
+
+    Raises:
+        RuleError: under `strict_rules`, or the op is random or depends on data.
+    """
+    if name in _RANDOM:
+        refuse_random(name)
+    fix = f"register_op_rule({name!r}, '... -> ...')"
+    if name in _DATA_DEPENDENT or getattr(_strict, "on", False):
+        raise RuleError(
+            describe(
+                f"DTensor op {name!r}",
+                "the op must have a rule for this call",
+                f"Teach it: {fix}, or run it on full_tensor() or to_local()",
+                layouts=[t._layout for t in tensors],
+            )
+        )
+    is_moved = any(not t._layout.is_replicated for t in tensors)
+    if is_moved and name not in _warned and name not in _READS:
+        _warned.add(name)
+        has_rule = name in _known_names()
+        warnings.warn(
+            f"DTensor op {name!r} has no sharding rule{' for this call' if has_rule else ''}: its"
+            " operands are gathered on every rank."
+            + (" Move them first if that is too much." if has_rule else f" Teach it with {fix}."),
+            stacklevel=_frames_of_ours(),
+        )
+    whole = tuple(t._layout.with_placements((Replicate(),) * t._layout.mesh.ndim) for t in tensors)
+    return Spec(inputs=whole, outputs=None, gradients=whole)
+
+
+def _frames_of_ours() -> int:
+    """Count the frames between `gathered` and the user's line, torch's own included."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(
+        ("hyper_parallel.", "torch.")
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def refuse_random(name: str) -> NoReturn:
+    """Refuse an op that draws random numbers.
+
+    Raises:
+        RuleError: always.
+    """
+    raise RuleError(
+        describe(
+            f"DTensor op {name!r}",
+            "random ops on DTensors must draw the same on replicas and differ between shards,"
+            " which is not supported yet",
+            "Draw a plain tensor and distribute it, or work on to_local()",
+        )
+    )

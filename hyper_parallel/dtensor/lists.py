@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List ops (`_foreach_*`, `_fused_*`) on DTensors and plain tensors, as optimizers use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.dtensor.inplace import POINTWISE, refuse_gradient, refuse_lost_write
+from hyper_parallel.dtensor.moves import move
+from hyper_parallel.errors import LayoutError, RuleError, describe
+from hyper_parallel.runtime import DeviceMesh
+from hyper_parallel.runtime.executor import reduce
+
+__all__ = ["list_op"]
+
+# These write into other lists than the first, too.
+_FUSED = frozenset(
+    "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+    " _amp_foreach_non_finite_check_and_unscale_".split()
+)
+
+
+def list_op(
+    cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a pointwise op over lists of tensors, DTensors and plain ones mixed, on local parts.
+
+    Communicates:
+        What brings operands to the layout of the tensor at the same place in the first list.
+
+    Raises:
+        RuleError: not pointwise, or a pending reduction among the operands.
+    """
+    where = f"DTensor op {name!r}"
+    first: list[Any] = list(args[0])
+    layouts = [t._layout if isinstance(t, cls) else None for t in first]
+    _refuse_list(where, name, layouts)
+    is_in_place = name.endswith("_")
+    if is_in_place:
+        refuse_gradient(where, [*first, *(v for arg in args[1:] for v in _as_list(arg))])
+        for target in first:
+            if isinstance(target, cls):
+                refuse_lost_write(where, target)
+    is_fused = name in _FUSED
+    local_args = [_local_list(cls, where, arg, layouts, is_fused) for arg in args]
+    local_kwargs = {k: _local_list(cls, where, v, layouts, is_fused) for k, v in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        _share_found(layouts, args[1])
+    if is_in_place or result is None:
+        return args[0] if result is not None else None
+    return type(result)(
+        value if layout is None else cls(value, layout)
+        for value, layout in zip(result, layouts, strict=True)
+    )
+
+
+def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
+    base = name.removeprefix("_foreach_").rstrip("_")
+    if name not in _FUSED and base not in POINTWISE:
+        raise RuleError(
+            describe(
+                where,
+                "a list op on DTensors must be pointwise",
+                "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
+            )
+        )
+    if any(layout is not None and layout.has_partial for layout in layouts):
+        raise RuleError(
+            describe(
+                where,
+                "operands must not be pending reductions",
+                "Redistribute them to Replicate first",
+            )
+        )
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _local_list(
+    cls: type[Any], where: str, values: Any, layouts: list[Layout | None], is_fused: bool
+) -> Any:
+    """Bring a list of operands to the layouts of the first list; a single operand to all."""
+    if not isinstance(values, (list, tuple)):
+        return values.local_in(_whole(values._layout)) if isinstance(values, cls) else values
+    if len(values) != len(layouts):  # torch refuses it, unless it is empty
+        layouts = [None] * len(values)
+    return [
+        _list_operand(cls, where, v, layout, is_fused)
+        for v, layout in zip(values, layouts, strict=True)
+    ]
+
+
+def _list_operand(
+    cls: type[Any], where: str, value: Any, layout: Layout | None, is_fused: bool
+) -> Any:
+    if isinstance(value, cls):
+        own: Layout = value._layout
+        if value.ndim == 0 and (layout is None or layout.shape != ()):
+            return value.local_in(_whole(own))
+        if layout == own or (layout is not None and layout.shape == own.shape and not is_fused):
+            return move(value._local, own, layout or own)
+    elif layout is None or not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    raise LayoutError(
+        describe(
+            where,
+            "tensors at the same place of all lists must be DTensors of one shape"
+            + (" and layout" if is_fused else "")
+            + ", or all be plain",
+            "Distribute the plain ones, or call the op on each tensor",
+            first=layout,
+            other=getattr(value, "_layout", None) or tuple(value.shape),
+        )
+    )
+
+
+def _whole(layout: Layout) -> Layout:
+    return layout.with_placements((Replicate(),) * layout.mesh.ndim)
+
+
+def _share_found(layouts: list[Layout | None], found: torch.Tensor) -> None:
+    """Tell every rank that holds a part of some gradient whether any part is infinite."""
+    axes = {
+        (layout.mesh, axis)
+        for layout in layouts
+        if layout is not None
+        for axis, placement in enumerate(layout.placements)
+        if placement.is_shard() and layout.mesh.shape[axis] > 1
+    }
+    for mesh, axis in sorted(axes, key=lambda entry: (entry[0].ranks, entry[1])):
+        assert isinstance(mesh, DeviceMesh)  # noqa: S101
+        if mesh.get_coordinate() is not None:
+            found.copy_(reduce(mesh, axis, found.reshape(1).clone(), "max").reshape(found.shape))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a parallel forward checks of its inputs and parameters, and how its errors say where."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from hyper_parallel.dtensor import DTensor
+from hyper_parallel.dtensor.interop import is_torch_dtensor, local_of
+from hyper_parallel.errors import HyperParallelError, LayoutError, PlanError, describe
+from hyper_parallel.runtime import DeviceMesh
+
+__all__ = ["first_tensor", "local_shard", "refuse_missing", "refuse_other_mesh", "relocate"]
+
+
+def relocate(error: HyperParallelError, where: str) -> NoReturn:
+    """Raise the error with style and module named: `Style: ...` becomes `Style on 'path': ...`."""
+    text = str(error)
+    if text.startswith(where):
+        raise error
+    for inner in (where.partition(" on ")[0], "ParallelStyle", "Layout"):
+        text = text.removeprefix(f"{inner}: ")
+    raise type(error)(f"{where}: {text}") from error
+
+
+def local_shard(param: torch.Tensor, where: str) -> torch.Tensor:
+    """Give this rank's part of a sharded parameter, detached; ours or torch's (under FSDP2).
+
+    Raises:
+        PlanError: it is a plain tensor, which does not say what it is a part of.
+    """
+    if isinstance(param, DTensor) or is_torch_dtensor(param):
+        return local_of(param)
+    raise PlanError(
+        describe(
+            where,
+            "the parameters must stay the DTensors that the style made",
+            "Distribute a new one with distribute_tensor before assigning it",
+            parameter=type(param).__name__,
+            shape=tuple(param.shape),
+        )
+    )
+
+
+def refuse_missing(name: object, where: str) -> NoReturn:
+    """Refuse a module that lost a parameter, to a parametrization for example.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(
+        describe(
+            where,
+            "the module must keep the parameters that the style made",
+            "Parametrize the module by hand, or leave it out of the plan",
+            missing=str(name),
+        )
+    )
+
+
+def refuse_other_mesh(tensor: DTensor, mesh: DeviceMesh, where: str) -> None:
+    """Refuse a DTensor that is not on the mesh of the style.
+
+    Raises:
+        LayoutError: as said.
+    """
+    if tensor.device_mesh != mesh:
+        raise LayoutError(
+            describe(
+                where,
+                f"a DTensor input must be on the mesh of the style, {mesh!r}",
+                "Take its part on that mesh with to_local()",
+                device_mesh=tensor.device_mesh,
+            )
+        )
+
+
+def first_tensor(where: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Give the input that a style moves: the first positional one.
+
+    Raises:
+        PlanError: there is none, or it is not a tensor.
+    """
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0]
+    raise PlanError(
+        describe(
+            where,
+            "the module's first positional argument must be the tensor to shard",
+            "Pass it positionally",
+            args=tuple(type(arg).__name__ for arg in args),
+            kwargs=sorted(kwargs),
+        )
+    )

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In-place ops and list ops: the write arrives, or the call is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hyper_parallel import DTensor, Partial, Replicate, Shard, simulate
+from hyper_parallel.errors import LayoutError, RuleError
+from support.dtensors import laid, line, parameter, same, seeded
+
+gathers = pytest.mark.filterwarnings("ignore:DTensor op .* has no sharding rule")
+every_cut = pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+
+
+def made(placement, seed=0):
+    mesh = line(2)
+    whole = seeded(5, 6, seed=seed)
+    return laid(whole, mesh, placement), whole, mesh
+
+
+@every_cut
+def test_in_place_ops_equal_the_plain_ones(placement):
+    @simulate(2)
+    def run():
+        x, whole, mesh = made(placement)
+        for other_placement in (Shard(0), Shard(1), Replicate(), Partial()):
+            other = seeded(5, 6, seed=1)
+            for target, y in ((x, laid(other, mesh, other_placement)), (whole, other)):
+                target.add_(y, alpha=2).mul_(0.5).sub_(1)
+                target.addcmul_(y, y, value=0.1).lerp_(y, 0.3).clamp_(-1, 1)
+                target.addcdiv_(y, y * y + 1).masked_fill_(y > 1, 0.5)
+                target += y
+                target -= 1
+                target *= y
+                target /= 2
+                target **= 2
+                target %= 0.7
+                target //= 0.1
+                torch.exp_(target).neg_().copy_(target + y)
+            same(x, whole)
+            assert x.placements == (placement,)
+        x.zero_()
+        same(x, torch.zeros_like(whole))
+        assert x.fill_(2.0) is x
+        same(x, torch.full_like(whole, 2.0))
+
+    run()
+
+
+@simulate(2)
+def test_out_is_written_in_its_own_layout():
+    x, whole, mesh = made(Shard(0))
+    out = laid(torch.zeros(5, 6).double(), mesh, Shard(1))
+    assert torch.maximum(x, x * 2, out=out) is out
+    assert out.placements == (Shard(1),)
+    same(out, torch.maximum(whole, whole * 2))
+    torch.add(out, x, alpha=2, out=out)
+    same(out, torch.maximum(whole, whole * 2) + 2 * whole)
+    with pytest.raises(RuleError, match="'matmul': an in-place op on a DTensor must be pointwise"):
+        torch.matmul(x, x.t(), out=laid(torch.zeros(5, 5).double(), mesh, Replicate()))
+
+
+@simulate(2)
+def test_in_place_operands_that_broadcast():
+    x, whole, mesh = made(Replicate())
+    row = seeded(6, seed=3)
+    x.add_(laid(row, mesh, Shard(0)))
+    same(x, whole + row)
+    y, _, _ = made(Shard(0))
+    for scalar in (laid(row, mesh, Shard(0)).sum(), laid(row.sum(), mesh, Replicate()), row.sum()):
+        y.copy_(laid(whole, mesh, Shard(0)))
+        y.mul_(scalar)
+        same(y, whole * row.sum())
+    with pytest.raises(LayoutError, match=r"operand must have the target's global shape \(5, 6\)"):
+        y.add_(laid(row, mesh, Replicate()))
+
+
+@simulate(2)
+def test_init_functions():
+    p = parameter(seeded(5, 6), line(2), Shard(0))
+    nn.init.zeros_(p)
+    same(p, torch.zeros(5, 6).double())
+    nn.init.constant_(p, 2.0)
+    same(p, torch.full((5, 6), 2.0).double())
+    nn.init.ones_(p)
+    same(p, torch.ones(5, 6).double())
+    for init in (nn.init.normal_, nn.init.kaiming_uniform_, nn.init.xavier_normal_):
+        with pytest.raises(RuleError, match="must be pointwise and not random, but got layout="):
+            init(p)
+    same(p, torch.ones(5, 6).double())
+
+
+@gathers
+@every_cut
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w[:2],
+        lambda w: w[1],
+        lambda w: w.view(-1),
+        lambda w: w.reshape(3, -1),
+        lambda w: w.view(2, -1),
+        lambda w: w.flatten(),
+        lambda w: w.ravel(),
+        lambda w: w.t(),
+        lambda w: w.T,
+        lambda w: w.mT,
+        lambda w: w.transpose(0, 1),
+        lambda w: w.t().unsqueeze(0),
+        lambda w: w.unbind(0)[1],
+        lambda w: w.unbind(1)[1],
+        lambda w: w.chunk(2)[0],
+        lambda w: w.split(4, 1)[1],
+        lambda w: w.narrow(0, 1, 2),
+        lambda w: w.select(1, 0),
+        lambda w: w.diagonal(),
+        lambda w: w.unflatten(1, (2, 3)),
+        lambda w: w.permute(1, 0),
+        lambda w: w.movedim(0, 1),
+        lambda w: w[:2].view(-1),
+        lambda w: w[:2].detach(),
+        lambda w: w[:2].data,
+        lambda w: w[:2].t()[1],
+        lambda w: w.detach(),
+        lambda w: w.data,
+        lambda w: list(w)[2],
+        lambda w: w.unfold(0, 2, 1),
+    ],
+)
+def test_writes_through_views_arrive_or_are_refused(view, placement):
+    @simulate(2)
+    def run():
+        for whole in (seeded(5, 6), seeded(4, 6)):
+            x = laid(whole, line(2), placement)
+            try:
+                view(x).mul_(2)
+            except LayoutError as error:
+                assert "must not be a view that was gathered" in str(error)
+                assert not placement.is_replicate()
+                same(x, whole)
+            else:
+                view(whole).mul_(2)
+                same(x, whole)
+
+    run()
+
+
+@gathers
+@simulate(2)
+def test_writes_into_gathered_views_are_refused_in_every_way():
+    x, whole, _ = made(Shard(0))
+    for write in (
+        lambda: x[:2].zero_(),
+        lambda: torch._foreach_zero_([x[:2]]),
+        lambda: x[:2].copy_(x[:2]),
+        lambda: x[0].fill_(1),
+    ):
+        with pytest.raises(LayoutError, match=r"must not be a view that was gathered.*clone\(\)"):
+            write()
+    with pytest.raises(RuleError, match="'__setitem__': an in-place op on a DTensor must be point"):
+        x[0] = 1
+    with pytest.raises(LayoutError, match="view that was gathered"):
+        x[:2] += 1
+    same(x, whole)
+    x[:2].clone().zero_()
+    x[[0, 1]].zero_()  # torch copies, too
+    (x[:2] * 1).zero_()
+    same(x, whole)
+
+
+@simulate(2)
+def test_view_of_a_strided_part_does_not_lose_writes():
+    part = seeded(6, 4).t()
+    x = DTensor.from_local(part, line(2), [Replicate()])
+    with pytest.raises(LayoutError, match="view that was gathered"):
+        x.view(24).zero_()
+
+
+@simulate(2)
+def test_copy_takes_whole_plain_tensors_and_other_ops_do_not():
+    x, _, _ = made(Shard(0))
+    x.copy_(torch.ones(5, 6))
+    same(x, torch.ones(5, 6).double())
+    with pytest.raises(LayoutError, match=r"'add_': every tensor operand must be a DTensor"):
+        x.add_(torch.ones(5, 6).double())
+    with pytest.raises(LayoutError, match="must have the target's global shape"):
+        x.copy_(torch.ones(3, 6).double())
+
+
+@simulate(2)
+def test_plain_targets_and_gradients_are_refused():
+    x, _, mesh = made(Shard(0))
+    plain = torch.ones(5, 6).double()
+    for write in (lambda: plain.add_(x), lambda: torch.add(x, x, out=plain)):
+        with pytest.raises(LayoutError, match=r"that is written to must be a DTensor.*target='Ten"):
+            write()
+    p = parameter(seeded(5, 6), mesh, Shard(0))
+    for write in (
+        lambda: p.add_(1),
+        lambda: x.add_(p),
+        lambda: x.add_(other=p),
+        lambda: torch._foreach_add_([x], [p]),
+        lambda: torch._foreach_mul_([p], 2.0),
+    ):
+        with pytest.raises(LayoutError, match="an in-place op on DTensors must not need a grad"):
+            write()
+    same(x, seeded(5, 6))
+
+
+@simulate(2)
+def test_pending_sum_takes_only_what_is_linear():
+    mesh = line(2)
+    x = laid(torch.ones(4), mesh, Partial())
+    x.mul_(3).div_(torch.tensor(2.0)).neg_()
+    same(x, torch.full((4,), -1.5))
+    x.add_(x)
+    x.sub_(laid(torch.ones(4), mesh, Partial()))
+    same(x, torch.full((4,), -4.0))
+    x.copy_(laid(torch.ones(4), mesh, Partial()))
+    same(x, torch.ones(4))
+    for write in (
+        lambda: x.add_(1),
+        lambda: x.exp_(),
+        lambda: x.mul_(x),
+        lambda: x.add_(laid(torch.ones(4), mesh, Replicate())),
+        lambda: x.fill_(1),
+        lambda: x.copy_(torch.ones(4)),
+    ):
+        with pytest.raises(RuleError, match="the target must not be a pending reduction"):
+            write()
+    same(x.zero_(), torch.zeros(4))
+
+
+@simulate(2)
+def test_list_ops_on_mixed_lists():
+    mesh = line(2)
+    wholes = [seeded(5, 6), seeded(4), seeded(3)]
+    ours = [laid(wholes[0], mesh, Shard(0)), laid(wholes[1], mesh, Replicate()), wholes[2].clone()]
+    others = [laid(wholes[0], mesh, Shard(1)), laid(wholes[1], mesh, Shard(0)), wholes[2].clone()]
+    torch._foreach_add_(ours, others, alpha=2)
+    torch._foreach_mul_(ours, 0.5)
+    torch._foreach_addcdiv_(ours, others, [1.0 + x * x for x in others], [1.0, 2.0, 3.0])
+    torch._foreach_mul_(ours, torch.tensor(2.0))
+    roots = torch._foreach_sqrt([x * x for x in ours])
+    for i, (x, root, whole) in enumerate(zip(ours, roots, wholes, strict=True)):
+        expected = (whole * 1.5 + (i + 1.0) * whole / (1 + whole * whole)) * 2
+        if i < 2:
+            same(x, expected)
+            same(root, expected.abs())
+            assert root.placements == x.placements
+        else:
+            torch.testing.assert_close(x, expected)
+            torch.testing.assert_close(root, expected.abs())
+    torch._foreach_mul_(ours[:1], ours[0].sum())  # a pending scalar is reduced
+    scale = expected = (wholes[0] * 1.5 + wholes[0] / (1 + wholes[0] ** 2)) * 2
+    same(ours[0], expected * scale.sum())
+
+
+@simulate(2)
+def test_list_ops_refuse_what_they_cannot_do():
+    x, whole, mesh = made(Shard(0))
+    pending = laid(torch.ones(4), mesh, Partial())
+    with pytest.raises(RuleError, match=r"'_foreach_norm': a list op .*clip_grad_norm_"):
+        torch._foreach_norm([x])
+    with pytest.raises(RuleError, match="'_foreach_mul_': operands must not be pending reductions"):
+        torch._foreach_mul_([pending], 2.0)
+    for first, other in (([x], [whole[:3]]), ([whole], [x]), ([x], [x.sum(0)])):
+        with pytest.raises(LayoutError, match="tensors at the same place of all lists must be DT"):
+            torch._foreach_add_(first, other)
+    same(x, whole)
+
+
+@simulate(2)
+def test_infinite_gradient_on_one_rank_is_found_on_all():
+    mesh = line(2)
+    grads = [laid(torch.tensor([1.0, float("inf")]), mesh, Shard(0)), torch.ones(2)]
+    found, scale = torch.zeros(1), torch.tensor([0.5])
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
+    assert found.item() == 1.0
+    same(grads[0], torch.tensor([0.5, float("inf")]))
