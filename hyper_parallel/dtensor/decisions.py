@@ -95,8 +95,6 @@ def decide(
     Raises:
         RuleError: the rule says that the call draws random numbers.
     """
-    if name not in _known_names():
-        return None
     operands = _with_tensors(bound.operands, tensors)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     key = (
@@ -111,6 +109,8 @@ def decide(
     except TypeError:  # an argument that cannot be a key
         return None
     if found is _MISSING:
+        if name not in names():  # not kept: a rule may be registered later
+            return None
         out_shapes = _global_results(name, func, args, kwargs)
         found = _decide(name, bound.static, operands, out_shapes, needs_grad)
         if len(_specs) >= _MAX_SPECS:
@@ -125,10 +125,6 @@ def _with_tensors(operands: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[An
         return operands
     cls = type(tensors[0])
     return tuple(operand if isinstance(operand, cls) else None for operand in operands)
-
-
-def _known_names() -> frozenset[str]:
-    return frozenset(names())
 
 
 def _decide(
@@ -273,7 +269,7 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
     is_moved = any(not t._layout.is_replicated for t in tensors)
     if is_moved and name not in _warned and name not in _READS:
         _warned.add(name)
-        has_rule = name in _known_names()
+        has_rule = name in names()
         warnings.warn(
             f"DTensor op {name!r} has no sharding rule{' for this call' if has_rule else ''}: its"
             " operands are gathered on every rank."

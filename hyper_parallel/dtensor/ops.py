@@ -53,13 +53,14 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         RuleError: no rule under `strict_rules`, or an op that cannot be gathered.
     """
     name = op_name(func)
-    if kwargs.get("requires_grad"):
-        result = run(cls, func, args, {k: v for k, v in kwargs.items() if k != "requires_grad"})
-        return result.detach().requires_grad_()
+    if kwargs.get("requires_grad"):  # of torch.zeros_like and the like
+        rest = {key: value for key, value in kwargs.items() if key != "requires_grad"}
+        return run(cls, func, args, rest).detach().requires_grad_()
     flat, tree = tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(flat) if isinstance(leaf, cls)]
     _refuse_plain(cls, name, flat)
-    _refuse_options(name, kwargs)
+    if kwargs:
+        _refuse_options(name, kwargs)
     _one_mesh(name, [flat[i] for i in slots])
     bound = bind_call(name, func, args, kwargs)
     ordered = _order(flat, slots, [t for t in bound.operands if isinstance(t, cls)])
@@ -82,11 +83,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _local_call(name, func, spec, call_args, call_kwargs)
 
     if tensors[0]._layout.mesh.get_coordinate() is None:
-        try:
-            whole = on_meta(func, args, kwargs)
-        except RuntimeError:  # torch needs the data
-            whole = None
-        result = _outside(cls, name, whole, spec, moved)
+        result = _outside(cls, name, _whole_result(func, args, kwargs), spec, moved)
     elif has_rule:
         result = apply(cls, call, spec, moved)
     else:
@@ -101,6 +98,8 @@ def _order(flat: list[Any], slots: list[int], operands: list[Any]) -> list[int] 
     """List the slots in the order of the operands; None if they are not the same tensors."""
     if not slots or len(operands) != len(slots):
         return None
+    if all(flat[i] is t for i, t in zip(slots, operands, strict=True)):
+        return slots
     left = list(slots)
     ordered: list[int] = []
     for operand in operands:
@@ -178,6 +177,14 @@ def _outside(cls: type[Any], name: str, whole: Any, spec: Spec, tensors: Sequenc
     return tree_unflatten(apply(cls, nothing, shaped, tensors), tree)
 
 
+def _whole_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give what the op gives for meta tensors of the global shapes; None if it needs data."""
+    try:
+        return on_meta(func, args, kwargs)
+    except RuntimeError:
+        return None
+
+
 def _mark_copies(
     cls: type[Any], name: str, given: Sequence[Any], moved: Sequence[Any], result: Any
 ) -> None:
@@ -234,13 +241,13 @@ def _refuse_plain(cls: type[Any], name: str, flat: list[Any]) -> None:
 
 
 def _one_mesh(name: str, tensors: Sequence[Any]) -> None:
-    meshes = {t._layout.mesh for t in tensors}
-    if len(meshes) > 1:
+    mesh = tensors[0]._layout.mesh
+    if any(t._layout.mesh != mesh for t in tensors):
         raise LayoutError(
             describe(
                 f"DTensor op {name!r}",
                 "all operands must be on one mesh",
                 "Redistribute them to one mesh",
-                meshes=list(meshes),
+                meshes=[t._layout.mesh for t in tensors],
             )
         )

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, simulate, strict_rules
+from hyper_parallel import DTensor, Partial, Replicate, Shard, rules, simulate, strict_rules
+from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.dtensor import decisions
 from hyper_parallel.errors import HyperParallelError, LayoutError, RuleError
 from hyper_parallel.runtime import DeviceMesh, current_rank
@@ -329,3 +330,19 @@ def test_decisions_are_cached_per_rank_and_layout():
         ours = F.embedding(laid(ids, mesh, Replicate()), laid(table, mesh, Shard(0)))
         same(ours, table[ids])
     assert current_rank() == mesh.get_rank()
+
+
+@gathers
+def test_rule_that_is_registered_later_is_used(monkeypatch):
+    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+
+    @simulate(2)
+    def placed():
+        x, whole = made()
+        found = torch.sinc(x)
+        same(found, torch.sinc(whole))
+        return found.placements
+
+    assert placed() == [(Replicate(),)] * 2
+    rules.register("sinc", parse_rule("... -> ..."))
+    assert placed() == [(Shard(0),)] * 2

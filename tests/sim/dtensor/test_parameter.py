@@ -460,3 +460,20 @@ def test_two_leaves_do_not_share_one_gradient():
     (p + q).sum().backward()
     p.grad.zero_()
     same(q.grad, torch.ones(5, 6).double())
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+@simulate(2)
+def test_parametrization_of_a_sharded_parameter():
+    ours, plain, x, whole_x = sharded_linear()
+    for model, given in ((ours, x), (plain, whole_x)):
+        nn.utils.parametrize.register_parametrization(model, "weight", Double())
+        model(given).square().sum().backward()
+    same(ours.weight, plain.weight)
+    same(ours.parametrizations.weight.original.grad, plain.parametrizations.weight.original.grad)
+    nn.utils.parametrize.remove_parametrizations(ours, "weight")
+    same(ours.weight, plain.weight)
