@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         distribute_module,
         distribute_tensor,
         get_total_norm,
+        register_op_rule,
         strict_rules,
     )
     from hyper_parallel.errors import (
@@ -48,6 +49,7 @@ _ROOMS = {
         "distribute_module",
         "distribute_tensor",
         "get_total_norm",
+        "register_op_rule",
         "strict_rules",
     ),
     "errors": (
@@ -102,6 +104,7 @@ __all__ = [
     "init_device_mesh",
     "parallelize_module",
     "plan",
+    "register_op_rule",
     "simulate",
     "strict_rules",
 ]

@@ -142,6 +142,21 @@ class SimulatedBackend:
         call = Call.of("flatten", shape=whole.shape, names=whole.mesh_dim_names, name=name)
         return SimulatedMesh(mesh, (self._make_groups(whole.ranks, call),))
 
+    def wrap_mesh(self, mesh: Any) -> Any:
+        """Refuse the framework's mesh: it has no simulated groups.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(
+            describe(
+                "simulate",
+                "a mesh must be made of simulated ranks",
+                "Use hyper_parallel.init_device_mesh inside simulate",
+                device_mesh=type(mesh).__qualname__,
+            )
+        )
+
     def adopt_groups(
         self,
         group: SimulatedGroup | Sequence[SimulatedGroup],

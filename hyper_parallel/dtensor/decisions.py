@@ -23,9 +23,16 @@ from hyper_parallel.core.factor import BoundRule, bind
 from hyper_parallel.core.propagate import Decision, propagate
 from hyper_parallel.dtensor.signatures import BoundCall
 from hyper_parallel.errors import RuleError, describe
-from hyper_parallel.rules import Call, find, names
+from hyper_parallel.rules import Call, find, names, rules_version
 
-__all__ = ["Spec", "decide", "gathered", "on_meta", "refuse_random", "strict_rules"]
+__all__ = [
+    "Spec",
+    "decide",
+    "gathered",
+    "on_meta",
+    "refuse_random",
+    "strict_rules",
+]
 
 _RANDOM = frozenset(
     "dropout alpha_dropout feature_dropout bernoulli multinomial normal rand_like randn_like"
@@ -42,7 +49,6 @@ _READS = frozenset(
 
 _warned: set[str] = set()
 _strict = threading.local()
-_specs: dict[Any, Spec | None] = {}
 _MAX_SPECS = 4096
 _MISSING: Any = object()
 
@@ -99,13 +105,16 @@ def decide(
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     key = (
         name,
+        rules_version(),
         func,
         bound.static,
         needs_grad,
         tuple(None if t is None else (t._layout, t.dtype) for t in operands),
     )
+    # Kept on the mesh, not here: what a cache keeps alive, process groups included, dies with it.
+    specs: dict[Any, Spec | None] = tensors[0]._layout.mesh.decisions
     try:
-        found = _specs.get(key, _MISSING)
+        found = specs.get(key, _MISSING)
     except TypeError:  # an argument that cannot be a key
         return None
     if found is _MISSING:
@@ -113,9 +122,9 @@ def decide(
             return None
         out_shapes = _global_results(name, func, args, kwargs)
         found = _decide(name, bound.static, operands, out_shapes, needs_grad)
-        if len(_specs) >= _MAX_SPECS:
-            _specs.clear()
-        _specs[key] = found
+        if len(specs) >= _MAX_SPECS:
+            specs.clear()
+        specs[key] = found
     return found
 
 

@@ -158,7 +158,10 @@ def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
     Returns:
         Operands in the order of the op's parameters, and static arguments.
     """
-    params = _SIGNATURES.get(name, ("input*",))
+    params = _SIGNATURES.get(name)
+    if params is None and name != "to":
+        return _bind_unnamed(args, kwargs)
+    params = params or ("input*",)
     if kwargs and not _RENAMED.keys().isdisjoint(kwargs):
         kwargs = {_RENAMED.get(key, key): value for key, value in kwargs.items()}
     operands: list[Any] = []
@@ -190,6 +193,20 @@ def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
         static["dim"] = dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims
     if name == "to":
         static["is_floating"] = _is_floating_cast(func, args, kwargs)
+    return BoundCall(tuple(operands), tuple(sorted(static.items())))
+
+
+def _bind_unnamed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
+    """Bind an op that is not in the table: every tensor is an operand, in the order of the call."""
+    operands: list[Any] = []
+    static: dict[str, Any] = {}
+    named = [(f"arg{i}", value) for i, value in enumerate(args)]
+    for name, value in [*named, *kwargs.items()]:
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        if values and all(isinstance(v, torch.Tensor) for v in values):
+            operands.extend(values)
+        elif value is not None:
+            static[_RENAMED.get(name, name)] = _hashable(value)
     return BoundCall(tuple(operands), tuple(sorted(static.items())))
 
 

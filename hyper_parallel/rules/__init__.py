@@ -8,10 +8,11 @@ from hyper_parallel.errors import RuleError, describe, near_names
 from hyper_parallel.rules import index, matmul, norm, pointwise, reduce, shape
 from hyper_parallel.rules.call import Call, Rule
 
-__all__ = ["Call", "Rule", "find", "lookup", "names", "register"]
+__all__ = ["Call", "Rule", "find", "lookup", "names", "register", "rules_version"]
 
 _TABLES = (pointwise.RULES, matmul.RULES, norm.RULES, reduce.RULES, shape.RULES, index.RULES)
 _RULES: dict[str, Rule] = {name: rule for table in _TABLES for name, rule in table.items()}
+_version = [0]
 
 
 def lookup(name: str) -> Rule:
@@ -68,6 +69,12 @@ def register(name: str, rule: Rule, *, replace: bool = False) -> None:
         fix = "Pass replace=True to put yours in its place"
         raise RuleError(describe("register", "the op must have no rule yet", fix, name=name))
     _RULES[name] = rule
+    _version[0] += 1
+
+
+def rules_version() -> int:
+    """Give a number that changes with each registration, for keys of cached decisions."""
+    return _version[0]
 
 
 def names() -> list[str]:

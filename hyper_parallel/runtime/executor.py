@@ -220,6 +220,9 @@ def scatter_from(
         like: an array with the shape, dtype and device of `whole`.
         placement: which dim is cut, and how.
         src: the position along the axis that holds `whole`.
+
+    Returns:
+        This rank's piece, contiguous.
     """
     ops, comm = mesh.backend.ops, mesh.communicator(axis)
     dim, shape = placement.dim, tuple(like.shape)

@@ -186,7 +186,7 @@ class Backend(Protocol):
         ...
 
     def wrap_mesh(self, mesh: Any) -> Any:
-        """Give our DeviceMesh for the framework's own, on the same groups; the same one each time."""
+        """Give our DeviceMesh on the groups of the framework's own; the same one each time."""
         ...
 
     def communicator(self, mesh: AbstractMesh, handle: Any, axis: int) -> Communicator:

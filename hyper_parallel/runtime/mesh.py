@@ -81,6 +81,8 @@ class DeviceMesh(AbstractMesh):
         self._my_coordinate = self.coordinate(self._my_rank)
         self._communicators: dict[int, Communicator] = {}
         self._slices: dict[tuple[str, ...], DeviceMesh] = {}
+        # What other rooms have decided for tensors on this mesh; it goes when the mesh goes.
+        self.decisions: dict[Any, Any] = {}
         self._hash = hash((self._key(), id(backend), self._my_rank))
 
     @property
@@ -164,6 +166,9 @@ class DeviceMesh(AbstractMesh):
         Args:
             mesh_dim_name: the new axis's name; default the names joined by "_".
 
+        Returns:
+            The mesh; the same one each time.
+
         Communicates:
             Makes the joint group at the first call; collective over the ranks of this mesh.
         """
@@ -194,6 +199,9 @@ class DeviceMesh(AbstractMesh):
             device_type: such as "cpu".
             mesh: the ranks; needed for several groups.
             mesh_dim_names: one name per axis.
+
+        Returns:
+            The mesh, on these very groups.
         """
         backend = backend_for(device_type)
         abstract, handle = backend.adopt_groups(group, device_type, mesh, mesh_dim_names)
@@ -275,6 +283,9 @@ def init_device_mesh(
         device_type: such as "cpu", "cuda" or "npu".
         mesh_shape: number of ranks along each axis; their product may be less than the world size.
         mesh_dim_names: one name per axis, or None.
+
+    Returns:
+        The mesh.
 
     Communicates:
         Makes one process group per axis and row of the mesh.

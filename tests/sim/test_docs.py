@@ -9,7 +9,12 @@ import pytest
 MODULES = [
     "hyper_parallel.dtensor.api",
     "hyper_parallel.dtensor.clip",
+    "hyper_parallel.dtensor.teach",
     "hyper_parallel.dtensor.tensor",
+    "hyper_parallel.parallel.parallelize",
+    "hyper_parallel.parallel.prepare",
+    "hyper_parallel.parallel.sequence",
+    "hyper_parallel.parallel.styles",
     "hyper_parallel.runtime.executor",
     "hyper_parallel.runtime.mesh",
     "hyper_parallel.runtime.registry",

@@ -34,7 +34,7 @@ class ProcessError(RuntimeError):
 
 
 def run_processes(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, group: bool = True
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 100, group: bool = True
 ) -> list[Any]:
     """Run `fn(*args)` on fresh processes; give the results by rank.
 
@@ -59,7 +59,7 @@ class ProcessPool:
         self._group = group
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 100) -> list[Any]:
         """Run `fn(*args)` on every process; give the results by rank.
 
         Raises:

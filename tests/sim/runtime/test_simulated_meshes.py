@@ -86,3 +86,17 @@ def test_capabilities_say_what_the_executor_may_use():
         return backend.capabilities.uneven_gather, backend.capabilities.native_avg
 
     assert simulate(1).run(run) == [(True, True)]
+
+
+def test_a_mesh_of_the_framework_is_refused():
+    import types
+
+    from hyper_parallel import BackendError, distribute_tensor
+
+    other = types.SimpleNamespace(device_type="cpu", get_group=None)
+
+    def run():
+        with pytest.raises(BackendError, match="made of simulated ranks"):
+            distribute_tensor(torch.ones(2), other)
+
+    simulate(2).run(run)
