@@ -11,7 +11,12 @@ from torch import nn
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor.moves import Redistribute, move
-from hyper_parallel.dtensor.read import read_mesh, read_placements, refuse_integer_average
+from hyper_parallel.dtensor.read import (
+    read_mesh,
+    read_placements,
+    refuse_integer_average,
+    refuse_torch_dtensor,
+)
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -59,6 +64,7 @@ def distribute_tensor(
         [(2, 3), (2, 3), (1, 3), (0, 3)]
     """
     where = "distribute_tensor"
+    refuse_torch_dtensor(tensor, where)
     mesh = read_mesh(device_mesh, where)
     layout = Layout(mesh, read_placements(placements, mesh, where), tuple(tensor.shape))
     refuse_integer_average(tensor.dtype, layout.placements, where)

@@ -6,7 +6,6 @@ Torch's package is imported only when a conversion is asked for (the import take
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
-from hyper_parallel.dtensor.read import read_mesh, read_placement
+from hyper_parallel.dtensor.read import is_torch_dtensor, read_mesh, read_placement
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -40,12 +39,6 @@ _ours: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionar
 # And by value, for FSDP2 joins the two meshes anew for each parameter; groups, as a later world of
 # this process may have an equal mesh.
 _equal: weakref.WeakValueDictionary[tuple[Any, ...], DeviceMesh] = weakref.WeakValueDictionary()
-
-
-def is_torch_dtensor(tensor: Any) -> bool:
-    """Tell whether a tensor is torch's own DTensor, without importing its package."""
-    package = sys.modules.get("torch.distributed.tensor")
-    return package is not None and isinstance(tensor, package.DTensor)
 
 
 def to_torch(tensor: DTensor, *, handle: Any = None) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,39 @@ from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh, backend_for, current_mesh
 
-__all__ = ["layout_of_local", "one_axis_mesh", "read_mesh", "read_placement", "read_placements"]
+__all__ = [
+    "is_torch_dtensor",
+    "layout_of_local",
+    "one_axis_mesh",
+    "read_mesh",
+    "read_placement",
+    "read_placements",
+    "refuse_integer_average",
+    "refuse_torch_dtensor",
+]
+
+
+def is_torch_dtensor(tensor: Any) -> bool:
+    """Tell whether a tensor is torch's own DTensor, without importing its package."""
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(tensor, package.DTensor)
+
+
+def refuse_torch_dtensor(tensor: Any, where: str) -> None:
+    """Refuse torch's own DTensor where a plain tensor or one of ours belongs.
+
+    Raises:
+        LayoutError: it is one.
+    """
+    if is_torch_dtensor(tensor):
+        raise LayoutError(
+            describe(
+                where,
+                "the tensor must be plain or hyper_parallel's DTensor",
+                "Take its part with to_local(), or the whole with full_tensor()",
+                tensor="torch.distributed.tensor.DTensor",
+            )
+        )
 
 
 def read_mesh(mesh: Any, where: str) -> DeviceMesh:
@@ -119,6 +152,7 @@ def layout_of_local(
         LayoutError: the local shape does not fit, or an average of integers is asked for.
     """
     where = "DTensor.from_local"
+    refuse_torch_dtensor(local, where)
     refuse_integer_average(local.dtype, placements, where)
     if shape is None:
         shape = _even_shape(local, mesh, placements)

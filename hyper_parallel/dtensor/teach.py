@@ -24,9 +24,9 @@ def register_op_rule(
 ) -> None:
     """Say how an op's tensors may be cut between ranks.
 
-    A name in the rule is a dim that may be cut, in all tensors that have it alike. `_` is a dim that
-    every rank must hold whole. `...` stands for any leading dims. A name that a result lacks leaves
-    a pending reduction. docs/architecture.md has more.
+    A name in the rule is a dim that may be cut, in all tensors that have it alike. `_` is a dim
+    that every rank holds whole. `...` stands for any leading dims. A name that a result lacks
+    leaves a pending reduction. docs/architecture.md has more.
 
     Args:
         op: a torch function, or its name (`torch.ops.mylib.swiglu` is "swiglu").

@@ -156,3 +156,21 @@ def uneven_blocks():
 
 def test_blocks_that_torch_would_cut_are_refused(procs4):
     assert procs4.run(uneven_blocks) == ["refused"] * 4
+
+
+def given_torchs():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    theirs = to_torch(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    texts = []
+    for call in (distribute_tensor, DTensor.from_local):
+        try:
+            call(theirs, mesh, [Shard(0)])
+        except LayoutError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_torchs_dtensor_is_refused_where_a_plain_tensor_belongs(procs2):
+    for texts in procs2.run(given_torchs):
+        assert [text.split(":")[0] for text in texts] == ["distribute_tensor", "DTensor.from_local"]
+        assert all("to_local()" in text for text in texts)
