@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -53,9 +54,19 @@ def start_world(device_type: str, library: str) -> None:
 
 def _choose_device(device_type: str) -> None:
     module = torch.get_device_module(device_type)
-    if module.is_initialized() or "LOCAL_RANK" not in os.environ:
+    if module.is_initialized():
         return
-    local_rank, count = int(os.environ["LOCAL_RANK"]), module.device_count()
+    count = module.device_count()
+    if "LOCAL_RANK" in os.environ:
+        local_rank = int(os.environ["LOCAL_RANK"])
+    else:
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        local_rank = rank % count
+        warnings.warn(
+            f"init_device_mesh: LOCAL_RANK is not set; rank {rank} takes device {local_rank}."
+            " Start with torchrun, or set the current device before.",
+            stacklevel=2,
+        )
     if local_rank >= count:
         raise BackendError(
             describe(

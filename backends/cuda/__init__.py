@@ -19,7 +19,7 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     device_type = "cuda"
     library = "nccl"
-    capabilities = Capabilities(uneven_gather=True, native_avg=True, backward_thread=True)
+    capabilities = Capabilities(uneven_gather=True, native_avg=True)
     dtypes = DtypeSupport(
         moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
         reduces=(*FLOATS, *INTS, torch.bool),

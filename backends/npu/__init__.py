@@ -25,7 +25,7 @@ class NpuBackend(TorchBackend):
     name = "npu"
     device_type = "npu"
     library = "hccl"
-    capabilities = Capabilities(backward_thread=True)
+    capabilities = Capabilities()
     dtypes = DtypeSupport(
         moves=(*FLOATS, *INTS, torch.int16, *UNSIGNED, *COMPLEX, torch.bool),
         reduces=(

@@ -96,7 +96,7 @@ def _search(src: Layout, dst: Layout) -> tuple[Step, ...]:
                 best[there] = price
                 came[there] = (here, step)
                 heapq.heappush(queue, (price, order, there))
-    raise AssertionError(f"no plan from {src} to {dst}")  # Replicate is always reachable
+    raise PlanError(f"no plan from {src} to {dst}")  # cannot be: Replicate is always reachable
 
 
 def _path(

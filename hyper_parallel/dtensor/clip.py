@@ -45,6 +45,7 @@ def get_total_norm(
         LayoutError: a pending reduction among the tensors.
         HyperParallelError: the norm is not finite and `error_if_nonfinite`.
     """
+    norm_type = float(norm_type)  # torch takes "inf", too
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     buckets: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
     for tensor in map(_reduced, listed):

@@ -182,12 +182,12 @@ def own_parameters(module: nn.Module) -> Iterator[None]:
     saved: dict[str, Any] = {
         name: param for name, param in module._parameters.items() if is_torch_dtensor(param)
     }
-    for name, param in saved.items():
-        placements = [read_placement(p, "own_parameters") for p in param.placements]
-        module._parameters[name] = DTensor.from_local(  # type: ignore[assignment]
-            param.to_local(), mesh_of(param), placements, shape=param.shape
-        )
     try:
+        for name, param in saved.items():
+            placements = [read_placement(p, "own_parameters") for p in param.placements]
+            module._parameters[name] = DTensor.from_local(  # type: ignore[assignment]
+                param.to_local(), mesh_of(param), placements, shape=param.shape
+            )
         yield
     finally:
         module._parameters.update(saved)

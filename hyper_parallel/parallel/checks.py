@@ -16,13 +16,14 @@ __all__ = ["first_tensor", "local_shard", "refuse_missing", "refuse_other_mesh",
 
 
 def relocate(error: HyperParallelError, where: str) -> NoReturn:
-    """Raise the error with style and module named: `Style: ...` becomes `Style on 'path': ...`."""
+    """Raise it again with the module named: `Style: ...` becomes `Style on 'path': ...`."""
     text = str(error)
     if text.startswith(where):
         raise error
     for inner in (where.partition(" on ")[0], "ParallelStyle", "Layout"):
         text = text.removeprefix(f"{inner}: ")
-    raise type(error)(f"{where}: {text}") from error
+    error.args = (f"{where}: {text}", *error.args[1:])
+    raise error
 
 
 def local_shard(param: torch.Tensor, where: str) -> torch.Tensor:

@@ -9,7 +9,9 @@ size once (one small integer each) and then know it. A tensor whose size was fix
 Whether to exchange must be decided alike on every rank, so never by the local size. It is decided
 by what all ranks know: the mesh, the number of dims and which dim is cut. Where two lengths were
 learned for the same dim (an encoder and a decoder), and for the last dim (features of any size),
-every plain shard is exchanged anew.
+every plain shard is exchanged anew. What this cannot see: two plain inputs whose lengths nobody
+learned, and of which only some ranks hold pieces of different sizes. The rank that sees it refuses;
+the others find out when they miss it.
 """
 
 from __future__ import annotations
@@ -24,54 +26,58 @@ from hyper_parallel.core import Layout, Placement, Shard, chunk_sizes
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["global_shape", "learn", "open_scope"]
+__all__ = ["ScopedForward", "global_shape", "learn", "open_scope"]
 
 _Key = tuple[DeviceMesh, int, Shard]
 
 
 class _Scope(threading.local):
-    """The forward passes this thread is in, and what the outermost one knows.
+    """How many scoped forward passes this thread is in, and what the outermost one knows.
 
     `known` gives the sizes by rank; None where they differ from tensor to tensor.
     """
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.depth = 0
         self.known: dict[_Key, tuple[int, ...] | None] = {}
 
 
 _scope = _Scope()
 
 
+class ScopedForward:
+    """A module's forward as one scope of knowledge. Deep-copies with its module."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    @property
+    def shards(self) -> bool:
+        """Tell whether the forward inside is that of a style that replaced parameters."""
+        return getattr(self.original, "shards", False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; what it learned of sizes is forgotten however it ends."""
+        if _scope.depth == 0:
+            _scope.known = {}
+        _scope.depth += 1
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _scope.depth -= 1
+
+
 def open_scope(module: nn.Module) -> None:
     """Make each forward of `module` one scope of knowledge; the outermost scope counts."""
-    if getattr(module, "_hyper_parallel_scope", False):
-        return
-    module._hyper_parallel_scope = True  # type: ignore[assignment]
-    module.register_forward_pre_hook(_enter, prepend=True)
-    module.register_forward_hook(_leave, always_call=True)
-
-
-def _enter(module: nn.Module, args: Any) -> None:
-    del args
-    if any(module is one for one in _scope.modules):  # a pass that was interrupted never left
-        _scope.modules.clear()
-    if not _scope.modules:
-        _scope.known = {}
-    _scope.modules.append(module)
-
-
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    del args, output
-    while any(module is one for one in _scope.modules):
-        _scope.modules.pop()
+    if not isinstance(module.__dict__.get("forward"), ScopedForward):
+        module.forward = ScopedForward(module.forward)
 
 
 def learn(mesh: DeviceMesh, layout: Layout) -> None:
     """Note that this forward pass hands out plain shards of a tensor of this layout."""
     placement = layout.placements[0]
     ndim = len(layout.shape)
-    if not _scope.modules or not isinstance(placement, Shard) or placement.dim == ndim - 1:
+    if not _scope.depth or not isinstance(placement, Shard) or placement.dim == ndim - 1:
         return
     sizes = chunk_sizes(layout.shape[placement.dim], mesh.size(), placement.block)
     before = _scope.known.setdefault((mesh, ndim, placement), sizes)
@@ -95,7 +101,8 @@ def global_shape(
         The global shape.
 
     Communicates:
-        At most one exchange of one integer per forward pass; see [Note: sizes].
+        One exchange of one integer, for the first plain shard of its kind in a forward pass; see
+        [Note: sizes].
 
     Raises:
         LayoutError: the ranks' sizes are not the chunks of one global size.
@@ -116,10 +123,10 @@ def global_shape(
 def _sizes(shape: list[int], mesh: DeviceMesh, cut: Shard, where: str) -> tuple[int, ...]:
     key = (mesh, len(shape), cut)
     size = shape[cut.dim]
-    found = _scope.known.get(key) if _scope.modules else None
+    found = _scope.known.get(key) if _scope.depth else None
     if found is None:
         found = _exchange(size, mesh, cut, where)
-        if _scope.modules and cut.dim != len(shape) - 1:
+        if _scope.depth and cut.dim != len(shape) - 1:
             _scope.known.setdefault(key, found)
     mine = mesh.get_local_rank()
     if found[mine] != size:

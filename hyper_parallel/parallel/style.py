@@ -25,6 +25,7 @@ from hyper_parallel.dtensor.interop import is_torch_dtensor, own_parameters
 from hyper_parallel.dtensor.read import one_axis_mesh
 from hyper_parallel.errors import HyperParallelError, PlanError, describe
 from hyper_parallel.parallel.checks import relocate
+from hyper_parallel.parallel.sizes import ScopedForward
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = [
@@ -170,10 +171,10 @@ class ParallelStyle:
         Styles that were applied before see inputs and outputs first, as torch's hooks do.
         """
         forward = module.__dict__.get("forward")
-        if not isinstance(forward, StyledForward):
-            forward = StyledForward(module)
-            module.forward = forward
-        forward.styles.append((self, mesh, self.where()))
+        inner = forward.original if isinstance(forward, ScopedForward) else forward
+        if not isinstance(inner, StyledForward):
+            inner = module.forward = StyledForward(module)
+        inner.styles.append((self, mesh, self.where()))
 
     def distribute(
         self, param: nn.Parameter, mesh: DeviceMesh, placement: Placement

@@ -29,14 +29,10 @@ class Capabilities:
     Args:
         uneven_gather: all_gather_v and reduce_scatter_v exist; else callers pad.
         native_avg: all_reduce and reduce_scatter take "avg"; else callers sum and divide.
-        backward_thread: backward runs on a thread of its own, not on the caller's.
-        host_sizes: sizes are exchanged on the host without touching the device's stream.
     """
 
     uneven_gather: bool = False
     native_avg: bool = False
-    backward_thread: bool = False
-    host_sizes: bool = True
 
 
 class Work(Protocol):

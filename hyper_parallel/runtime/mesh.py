@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from hyper_parallel.runtime.registry import backend_for
 __all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
 
 _stack = threading.local()
+# Every mesh in use, by identity, in the order they were made; unpickling finds an equal one.
+_live: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 
 
 class DeviceMesh(AbstractMesh):
@@ -84,6 +87,7 @@ class DeviceMesh(AbstractMesh):
         # What other rooms have decided for tensors on this mesh; it goes when the mesh goes.
         self.decisions: dict[Any, Any] = {}
         self._hash = hash((self._key(), id(backend), self._my_rank))
+        _live[id(self)] = self
 
     @property
     def handle(self) -> Any:
@@ -255,17 +259,29 @@ class DeviceMesh(AbstractMesh):
         return self
 
     def __reduce__(self) -> Any:
-        return _restore_mesh, self._key()
+        return DeviceMesh._find, self._key()
 
-
-def _restore_mesh(
-    device_type: str,
-    shape: tuple[int, ...],
-    ranks: tuple[int, ...],
-    names: tuple[str, ...] | None,
-) -> DeviceMesh:
-    """Make a pickled mesh anew; collective, as making any mesh is."""
-    return DeviceMesh(device_type, nest_ranks(ranks, shape), mesh_dim_names=names)
+    @staticmethod
+    def _find(
+        device_type: str,
+        shape: tuple[int, ...],
+        ranks: tuple[int, ...],
+        names: tuple[str, ...] | None,
+    ) -> DeviceMesh:
+        """Find this process's mesh that equals a pickled one: unpickling must not communicate."""
+        backend = backend_for(device_type)
+        key, here = (device_type, shape, ranks, names), (backend, backend.rank())
+        found = [m for m in _live.values() if m._key() == key and (m.backend, m._my_rank) == here]
+        if not found:
+            raise LayoutError(
+                describe(
+                    "DeviceMesh",
+                    "a pickled mesh must have an equal one in the process that loads it",
+                    "Make the mesh first, with init_device_mesh, and slice it as before",
+                    mesh=AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=names),
+                )
+            )
+        return found[-1]
 
 
 def init_device_mesh(

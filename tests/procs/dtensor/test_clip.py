@@ -97,7 +97,7 @@ def clip_mixed(norm_type, foreach):
 
 
 @pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("norm_type", [2, 1, 3.5, math.inf, -math.inf, -2.0])
+@pytest.mark.parametrize("norm_type", [2, 1, 3.5, math.inf, "inf", -math.inf, -2.0])
 def test_clipping_mixed_parameters_equals_one_process(procs4, norm_type, foreach):
     for difference, plain, kinds in procs4.run(clip_mixed, norm_type, foreach):
         assert difference < 1e-12

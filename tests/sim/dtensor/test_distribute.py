@@ -104,3 +104,18 @@ def test_distribute_module_replicates_the_rest_and_runs_hooks():
     assert other[0].bias.placements == (Replicate(),)
     assert isinstance(other[1].running_mean, DTensor)
     assert [n for n, _ in other.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_a_tensor_with_a_history_takes_the_source_ranks_data_and_gives_back_whole_gradients():
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+        leaf = torch.full((3, 2), float(mesh.get_local_rank() + 1), requires_grad=True)
+        whole = distribute_tensor(leaf * 2, mesh, [Shard(0)])
+        (
+            whole * distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
+        ).sum().backward()
+        return whole.full_tensor().detach(), leaf.grad
+
+    for value, grad in simulate(2).run(run):
+        assert torch.equal(value, torch.full((3, 2), 2.0))
+        assert torch.equal(grad, 2 * torch.arange(6.0).reshape(3, 2))

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, simulate
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    simulate,
+)
 from hyper_parallel.errors import LayoutError
 from support.dtensors import laid, line, parameter, same, seeded
 
@@ -477,3 +484,27 @@ def test_parametrization_of_a_sharded_parameter():
     same(ours.parametrizations.weight.original.grad, plain.parametrizations.weight.original.grad)
     nn.utils.parametrize.remove_parametrizations(ours, "weight")
     same(ours.weight, plain.weight)
+
+
+def test_unpickling_finds_the_mesh_and_does_not_make_one():
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        data = pickle.dumps(distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
+        found = pickle.loads(data) if mesh.get_rank() == 0 else None  # on one rank: no collective
+        return found is None or found.device_mesh is mesh["tp"]
+
+    assert all(simulate(4).run(run))
+
+
+def test_unpickling_without_an_equal_mesh_is_refused():
+    def save():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gone",))
+        return pickle.dumps(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+
+    data = simulate(2).run(save)[0]
+
+    def load():
+        with pytest.raises(LayoutError, match="Make the mesh first, with init_device_mesh"):
+            pickle.loads(data)
+
+    simulate(2).run(load)

@@ -22,6 +22,7 @@ from hyper_parallel import (
     parallelize_module,
     simulate,
 )
+from hyper_parallel.parallel.sizes import ScopedForward
 from support.dense import assert_same, cut
 
 
@@ -391,33 +392,32 @@ def test_a_pass_that_is_left_by_an_exception_knows_nothing_afterwards(outer, err
 
 
 @simulate(2)
-def test_hooks_do_not_pile_up_over_calls_and_copies():
+def test_scopes_do_not_pile_up_over_calls_and_copies():
     mesh = mesh_of(2)
     net = nn.Sequential(Block(), Block())
     for i in range(2):
         parallelize_module(
             net, mesh, {f"{i}.{name}": style for name, style in block_plan().items()}
         )
+    assert isinstance(net.forward, ScopedForward)
+    assert not isinstance(net.forward.original, ScopedForward)
     copied = copy.deepcopy(net)
+    assert copied.forward.original.__self__ is copied
     whole_input = PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True
     )
     parallelize_module(copied, mesh, {"": whole_input})
-    for model in (net, copied):
-        assert len(model._forward_pre_hooks) == 1
-        assert len(model._forward_hooks) == 1
     count = Count(mesh)
     copied(part_of(5, mesh))
     assert count.calls == 1
 
 
 @simulate(2)
-def test_a_plan_without_sequence_shards_needs_no_hooks():
+def test_a_plan_without_sequence_shards_needs_no_scope():
     net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     parallelize_module(net, mesh_of(2), plan)
-    assert not net._forward_pre_hooks
-    assert not net._forward_hooks
+    assert "forward" not in net.__dict__
 
 
 @simulate(2)
