@@ -148,6 +148,17 @@ class TorchBackend:
             uneven=self.capabilities.uneven_gather,
         )
 
+    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> TorchCommunicator:
+        """Make the group of several axes for this rank; collective over its ranks."""
+        ranks = mesh.submesh_ranks(axes, rank=dist.get_rank())
+        return TorchCommunicator(
+            _joint_group(list(ranks), "_".join(mesh.axis_names[axis] for axis in axes)),
+            ranks,
+            self.device_type,
+            dtypes=self.dtypes,
+            uneven=self.capabilities.uneven_gather,
+        )
+
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
         """Give the mesh's ranks as an int32 CPU tensor, as torch's `mesh.mesh`."""
         return _index_tensor(mesh)
