@@ -64,15 +64,16 @@ def check_moves(grid: Array, moves: Sequence[Move], **capabilities: bool) -> Non
     world.run(work, mesh)
     for move in moves:
         try:
-            _check(grid, move)
+            _check_calls(grid, move)
+            check_results(grid, move)
         except AssertionError as error:
             raise AssertionError(f"{move}\n{move.forward}\nback:\n{move.backward}") from error
 
 
-def _check(grid: Array, move: Move) -> None:
+def check_results(grid: Array, move: Move) -> None:
+    """Check the steps of a move that ran, and every rank's arrays, forward and backward."""
     _check_steps(move.forward)
     _check_steps(move.backward)
-    _check_calls(grid, move)
     _check_arrays(grid, move.dst, move.forward, move.held, move.moved)
     back = move.backward
     _check_arrays(grid, back.dst.placements, back, move.cotangents, move.returned)
