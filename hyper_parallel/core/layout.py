@@ -104,7 +104,7 @@ class Layout:
     @cached_property
     def cotangent(self) -> Layout:
         """The layout of a gradient: Partial becomes Replicate."""
-        return self.with_placements(cotangent(self.placements)) if self.has_partial else self
+        return replace(self, placements=cotangent(self.placements)) if self.has_partial else self
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:

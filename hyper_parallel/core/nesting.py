@@ -84,8 +84,8 @@ def largest(size: int, chain: Chain) -> int:
 def canonical(size: int, chain: Chain) -> Chain:
     """Give the simplest chain under which every rank holds the same indices.
 
-    Cuts of one rank go, and all cuts of an empty dim; blocks, packed parts and strides that make no difference become plain;
-    even strides become digits in their order, see [Note: strides].
+    Cuts of one rank go, and all cuts of an empty dim; blocks, packed parts and strides that make
+    no difference become plain; even strides become digits in their order, see [Note: strides].
     """
     sizes = frozenset((size,))
     simple: list[Cut] = []

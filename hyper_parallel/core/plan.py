@@ -6,12 +6,14 @@ A pure function of frozen values, so every rank finds the same plan, whatever it
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import lru_cache
 
 from hyper_parallel.core.collective import Plan, Step
 from hyper_parallel.core.cost import LinkModel
 from hyper_parallel.core.layout import Layout, same_cut
-from hyper_parallel.core.placement import Partial, Placement, Replicate
+from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.search import cheapest_way
 from hyper_parallel.core.space import Problem, State
 from hyper_parallel.errors import LayoutError, PlanError, describe
@@ -56,20 +58,49 @@ def plan(src: Layout, dst: Layout, *, itemsize: int = 4, model: LinkModel | None
                 dst=dst.shape,
             )
         )
-    if src is dst or same_cut(src, dst):
+    if same_cut(src, dst):
         return Plan(src, dst, ())
-    if src.mesh != dst.mesh:
+    if src.mesh == dst.mesh:
+        return _plan_on_one_mesh(src, dst, itemsize, model or _DEFAULT)
+    if set(src.mesh.ranks) != set(dst.mesh.ranks):
         raise PlanError(
             describe(
                 "plan",
-                "src and dst must be on one mesh",
-                "Moving a tensor to another mesh is not supported yet; gather it with"
-                " full_tensor() and distribute it again",
+                "the meshes of src and dst must have the same ranks",
+                "Moving a tensor to other ranks is not supported yet; gather it with full_tensor()"
+                " and distribute it again",
                 src=src.mesh,
                 dst=dst.mesh,
             )
         )
-    return _plan_on_one_mesh(src, dst, itemsize, model or _DEFAULT)
+    return _plan_between_meshes(src, dst, itemsize, model or _DEFAULT)
+
+
+def _plan_between_meshes(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Plan:
+    """Reduce on the mesh of `src`, exchange directly, and fill on the mesh of `dst`."""
+    before, after = _reduced(src), dst.cotangent
+    first = _plan_on_one_mesh(src, before, itemsize, model)
+    last = _plan_on_one_mesh(after, dst, itemsize, model)
+    steps, seconds = first.steps, first.seconds
+    if not same_cut(before, after):
+        axes = tuple(range(dst.mesh.ndim))
+        size = math.prod(after.largest_shape) * itemsize
+        steps = (*steps, Step("exchange", axes, before, after))
+        seconds += model.seconds("exchange", dst.mesh.shape, axes, size=size)
+    return Plan(src, dst, (*steps, *last.steps), seconds + last.seconds)
+
+
+def _reduced(layout: Layout) -> Layout:
+    """Cut the largest uncut dim along what is pending; replicate where there is none."""
+    if not layout.has_partial:
+        return layout
+    uncut = [dim for dim, chain in enumerate(layout.chains) if not chain]
+    if not uncut:
+        return layout.cotangent
+    cut = Shard(max(uncut, key=layout.shape.__getitem__))
+    return replace(
+        layout, placements=tuple(cut if p.is_partial() else p for p in layout.placements)
+    )
 
 
 def _plan_on_one_mesh(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Plan:

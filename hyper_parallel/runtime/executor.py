@@ -46,7 +46,8 @@ def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
     Args:
         plan: what to do.
         local: this rank's array, of `plan.src.local_shape(rank)`; it is not changed.
-        mesh: this process's mesh, equal to the plan's.
+        mesh: this process's mesh, equal to that of the plan's `dst`. A plan between
+            meshes is one of layouts on this process's meshes.
 
     Returns:
         The array in `plan.dst`, contiguous; `local` itself if the plan is empty or this rank is

@@ -209,12 +209,26 @@ def test_plan_refuses_another_shape():
         plan(Layout(LINE, (R,), (8,)), Layout(LINE, (R,), (4, 2)))
 
 
-def test_plan_refuses_another_mesh():
-    other = AbstractMesh("cpu", (4,), ranks=(3, 2, 1, 0), mesh_dim_names=("tp",))
+def test_plan_to_another_mesh_of_the_same_ranks():
+    other = AbstractMesh("cpu", (4,), ranks=(3, 1, 2, 0), mesh_dim_names=("all",))
+
+    def between(src, dst):
+        return [s.kind for s in plan(Layout(GRID, src, (8, 8)), Layout(other, dst, (8, 8)))]
+
+    assert between((S0, S0), (S0,)) == ["exchange"]
+    assert between((R, R), (R,)) == []
+    assert between((R, R), (SUM,)) == ["fill"]
+    assert between((SUM, S0), (SUM,)) == ["reduce_scatter", "exchange", "fill"]
+    step = plan(Layout(GRID, (S0, R), (8, 8)), Layout(other, (S0,), (8, 8))).steps[0]
+    assert repr(step) == "exchange[Layout([8, 8], S(0)@dp, R@tp) -> Layout([8, 8], S(0)@all)]"
+
+
+def test_plan_refuses_a_mesh_of_other_ranks():
+    other = AbstractMesh("cpu", (3,), ranks=(3, 2, 1), mesh_dim_names=("tp",))
     with pytest.raises(
         PlanError,
-        match=r"plan: src and dst must be on one mesh, but got src=AbstractMesh\('cpu', tp=4\), "
-        r"dst=.*ranks=\[3, 2, 1, 0\]\). Moving a tensor to another mesh is not supported yet; "
-        r"gather it with full_tensor\(\) and distribute it again",
+        match=r"plan: the meshes of src and dst must have the same ranks, but got "
+        r"src=AbstractMesh\('cpu', tp=4\), dst=.*ranks=\[3, 2, 1\]\). Moving a tensor to other "
+        r"ranks is not supported yet; gather it with full_tensor\(\) and distribute it again",
     ):
         plan(Layout(LINE, (S0,), (8,)), Layout(other, (S0,), (8,)))

@@ -21,7 +21,7 @@ from hyper_parallel.core import (
 )
 from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError
-from hyper_parallel.runtime import execute
+from hyper_parallel.runtime import DeviceMesh, execute
 from hyper_parallel.runtime.executor import scatter_from
 from support import oracle
 from support.lockstep import World
@@ -156,6 +156,46 @@ def settings_of_moves(draw):
 def test_execute_any_pair_on_any_mesh(case, uneven, avg):
     grid, move = case
     check_moves(grid, [move], uneven_gather=uneven, native_avg=avg)
+
+
+def layouts_on(grid, shape):
+    choices = [Replicate(), *map(Shard, range(len(shape))), Partial(), StridedShard(0, 2)]
+    return list(itertools.product(choices, repeat=grid.ndim))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+@pytest.mark.parametrize(
+    "grid, other",
+    [
+        ([[0, 1], [2, 3]], [3, 1, 0, 2]),
+        ([0, 1, 2, 3], [[2, 0], [3, 1]]),
+        ([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        ([[5, 0, 3], [1, 4, 2]], [[0, 1], [2, 3], [4, 5]]),
+    ],
+    ids=str,
+)
+def test_execute_between_meshes_of_the_same_ranks(grid, other, shape):
+    grids = [np.array(grid), np.array(other)]
+    meshes = [AbstractMesh("cpu", g.shape, ranks=g.ravel().tolist()) for g in grids]
+    rng = np.random.default_rng(0)
+    pairs = list(itertools.product(*(layouts_on(g, shape) for g in grids)))[::3]
+    held = [oracle.contributions(grids[0], src, shape, rng) for src, _ in pairs]
+
+    def work(rank, attached):
+        there = DeviceMesh.attached(meshes[1], attached.backend, None)
+        results = []
+        for (src, dst), own in zip(pairs, held, strict=True):
+            ends = Layout(attached, src, shape), Layout(there, dst, shape)
+            results.append(execute(plan(*ends), own[rank], there))
+        return results
+
+    by_rank = World(grids[0].size).run(work, meshes[0])
+    for number, (src, dst) in enumerate(pairs):
+        moved = {rank: results[number] for rank, results in enumerate(by_rank)}
+        for rank, array in moved.items():
+            assert array.shape == oracle.local_shape(grids[1], dst, shape, rank)
+        value = oracle.reconstruct(grids[0], src, shape, held[number])
+        assert np.array_equal(oracle.reconstruct(grids[1], dst, shape, moved), value), (src, dst)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
