@@ -19,7 +19,6 @@ from typing import Any
 
 from hyper_parallel.core.collective import Plan, Step
 from hyper_parallel.core.exchange import (
-    Region,
     group_ranks,
     parts_of,
     region_shape,
@@ -30,6 +29,7 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial, Shard
 from hyper_parallel.runtime.interface import ArrayOps, Communicator
 from hyper_parallel.runtime.mesh import DeviceMesh
+from hyper_parallel.runtime.parts import consecutive, packer, put, take, unpacker
 
 __all__ = ["execute", "gather_dim", "reduce", "reduce_scatter_dim", "scatter_from"]
 
@@ -107,15 +107,16 @@ def _all_gather(step: Step, mesh: DeviceMesh) -> Run:
     if _is_empty(step):
         return lambda local: ops.empty(shape, local)
     regions = parts_of(step.dst, rank, step.src, group_ranks(step, rank))
-    along = _consecutive(regions, shape)
+    along = consecutive(regions, shape)
     if along is not None:
         dim, sizes = along
         return lambda local: gather_dim(mesh, axes, local, dim, sizes)
-    counts = [math.prod(region_shape(region)) for region in regions]
+    counts = [_numel(region_shape(region)) for region in regions]
+    unpack = unpacker(ops, regions, shape)
 
     def run(local: Array) -> Array:
         flat = ops.reshape(ops.contiguous(local), (_numel(local.shape),))
-        return _unpack(ops, gather_dim(mesh, axes, flat, 0, counts), regions, shape)
+        return unpack(gather_dim(mesh, axes, flat, 0, counts))
 
     return run
 
@@ -156,17 +157,14 @@ def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run:
         return lambda local: ops.empty(shape, local)
     op = _op(step.src, step.axes[0])
     regions = parts_of(step.src, rank, step.dst, group_ranks(step, rank))
-    along = _consecutive(regions, step.src.local_shape(rank))
+    before = step.src.local_shape(rank)
+    along = consecutive(regions, before)
     if along is not None:
         dim, sizes = along
         return lambda local: reduce_scatter_dim(mesh, axes, local, dim, sizes, op)
-    counts = [math.prod(region_shape(region)) for region in regions]
-
-    def run(local: Array) -> Array:
-        packed = _pack(ops, local, regions)
-        return ops.reshape(_scatter_rows(mesh, axes, packed, counts, op), shape)
-
-    return run
+    counts = [_numel(region_shape(region)) for region in regions]
+    pack = packer(ops, regions, before)
+    return lambda local: ops.reshape(_scatter_rows(mesh, axes, pack(local), counts, op), shape)
 
 
 def reduce_scatter_dim(
@@ -215,23 +213,20 @@ def _all_to_all(step: Step, mesh: DeviceMesh) -> Run:
         return lambda local: ops.empty(shape, local)
     table = transfers(step, rank)
     send, receive = (
-        [math.prod(region_shape(region)) for region in regions]
+        [_numel(region_shape(region)) for region in regions]
         for regions in (table.send, table.receive)
     )
     all_to_all = mesh.communicator(axes).all_to_all_v
-
-    def run(local: Array) -> Array:
-        received = all_to_all(_pack(ops, local, table.send), send, receive)
-        return _unpack(ops, received, table.receive, shape)
-
-    return run
+    pack = packer(ops, table.send, step.src.local_shape(rank))
+    unpack = unpacker(ops, table.receive, shape)
+    return lambda local: unpack(all_to_all(pack(local), send, receive))
 
 
 def _slice(step: Step, mesh: DeviceMesh) -> Run:
     """Keep the own piece, as a copy, so that the whole is not kept alive."""
     ops, rank = mesh.backend.ops, mesh.get_rank()
     (region,) = parts_of(step.src, rank, step.dst, [rank])
-    return lambda local: ops.clone(_take(ops, local, region))
+    return lambda local: ops.clone(take(ops, local, region))
 
 
 def _fill(step: Step, mesh: DeviceMesh) -> Run:
@@ -246,7 +241,7 @@ def _fill(step: Step, mesh: DeviceMesh) -> Run:
 
     def run(local: Array) -> Array:
         whole = ops.identity(shape, op, local)
-        _put(ops, whole, region, ops.scale(local, count) if op == "avg" else local)
+        put(ops, whole, region, ops.scale(local, count) if op == "avg" else local)
         return whole
 
     return run
@@ -291,80 +286,6 @@ def scatter_from(
             start += size
     mine = comm.scatter(out, pieces, src) if _numel(out.shape) else out
     return ops.clone(ops.movedim(ops.narrow(mine, 0, 0, sizes[comm.rank]), 0, dim))
-
-
-def _consecutive(
-    regions: Sequence[Region], shape: Sequence[int]
-) -> tuple[int, tuple[int, ...]] | None:
-    """Give the dim along which parts follow each other in an array, and their sizes; else None."""
-    shapes = [region_shape(region) for region in regions]
-    cut = [dim for dim, size in enumerate(shape) if any(own[dim] != size for own in shapes)]
-    if len(cut) != 1:
-        return None
-    dim, start = cut[0], 0
-    for region, own in zip(regions, shapes, strict=True):
-        if own[dim] and region[dim] != ((start, start + own[dim]),):
-            return None
-        start += own[dim]
-    return dim, tuple(own[dim] for own in shapes)
-
-
-def _take(ops: ArrayOps, x: Array, region: Region) -> Array:
-    """Give a part of an array: a view if it is one box."""
-    for dim, runs in enumerate(region):
-        if len(runs) > 1:
-            x = ops.cat([ops.narrow(x, dim, start, stop - start) for start, stop in runs], dim)
-            continue
-        start, stop = runs[0] if runs else (0, 0)
-        if stop - start != x.shape[dim]:
-            x = ops.narrow(x, dim, start, stop - start)
-    return x
-
-
-def _put(ops: ArrayOps, x: Array, region: Region, part: Array) -> None:
-    """Write a part of an array."""
-    boxes = [(x, part)]
-    for dim, runs in enumerate(region):
-        cut: list[tuple[Array, Array]] = []
-        for whole, piece in boxes:
-            done = 0
-            for start, stop in runs:
-                size = stop - start
-                views = (ops.narrow(whole, dim, start, size), ops.narrow(piece, dim, done, size))
-                cut.append(views)
-                done += size
-        boxes = cut
-    for whole, piece in boxes:
-        ops.copy_into(whole, piece)
-
-
-def _pack(ops: ArrayOps, x: Array, regions: Sequence[Region]) -> Array:
-    """Copy parts of an array, one after the other, into a flat buffer."""
-    parts = [ops.contiguous(_take(ops, x, region)) for region in regions]
-    return ops.cat([ops.reshape(part, (_numel(part.shape),)) for part in parts], 0)
-
-
-def _unpack(
-    ops: ArrayOps, buffer: Array, regions: Sequence[Region], shape: tuple[int, ...]
-) -> Array:
-    """Make an array of the parts that lie in a flat buffer; of the buffer itself if it can be."""
-    along = _consecutive(regions, shape)
-    if along is not None and along[0] == 0:
-        return ops.reshape(buffer, shape)
-    shapes = [region_shape(region) for region in regions]
-    parts: list[Array] = []
-    start = 0
-    for own in shapes:
-        size = _numel(own)
-        parts.append(ops.reshape(ops.narrow(buffer, 0, start, size), own))
-        start += size
-    if along is not None:
-        return ops.cat(parts, along[0])
-    whole = ops.empty(shape, buffer)
-    for region, part in zip(regions, parts, strict=True):
-        if _numel(part.shape):
-            _put(ops, whole, region, part)
-    return whole
 
 
 def _axes(step: Step) -> Axes:
