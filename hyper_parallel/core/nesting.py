@@ -24,6 +24,7 @@ __all__ = [
     "Cut",
     "canonical",
     "held_by",
+    "is_even",
     "largest",
     "moved_axes",
     "overlap",
@@ -183,7 +184,7 @@ def without(size: int, chain: Chain, axes: frozenset[int]) -> Chain | None:
     out = [i for i, step in enumerate(kept) if step.axis in axes]
     if not out:
         return tuple(kept)
-    if not _is_even(size, chain):
+    if not is_even(size, chain):
         plain = kept[-1].stride == kept[out[0]].stride == 1
         if len(out) > 1 or out[0] != len(kept) - 2 or not plain:
             return None
@@ -198,7 +199,8 @@ def without(size: int, chain: Chain, axes: frozenset[int]) -> Chain | None:
     return tuple(result)
 
 
-def _is_even(size: int, chain: Chain) -> bool:
+def is_even(size: int, chain: Chain) -> bool:
+    """Tell whether a canonical chain cuts digits, see [Note: strides]."""
     strides = [step.stride for step in chain] or [1]
     if None in strides or size == 0 or strides != sorted(strides, key=lambda n: n or 0):
         return False
@@ -208,7 +210,7 @@ def _is_even(size: int, chain: Chain) -> bool:
 @lru_cache(maxsize=65536)
 def moved_axes(size: int, a: Chain, b: Chain) -> frozenset[int]:
     """Give the axes of `a` along which some rank needs, for `b`, what another rank holds."""
-    if _is_even(size, a) and _is_even(size, b):
+    if is_even(size, a) and is_even(size, b):
         return frozenset(axis for axis, _ in _digits(a).items() - _digits(b).items())
     same = 0
     while same < min(len(a), len(b)) and a[same] == b[same]:

@@ -15,24 +15,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from hyper_parallel.core.chains import Dim
 from hyper_parallel.core.collective import StepKind
 from hyper_parallel.core.cost import LinkModel, elements_moved
-from hyper_parallel.core.interval import count, intersect
-from hyper_parallel.core.nesting import (
-    Chain,
-    Cut,
-    Overlap,
-    canonical,
-    held_by,
-    largest,
-    moved_axes,
-    overlap,
-    places_of,
-    without,
-)
+from hyper_parallel.core.nesting import Chain, Cut
 from hyper_parallel.core.placement import Shard
 
 __all__ = ["Move", "Problem", "Space", "State"]
@@ -70,75 +59,6 @@ class Move(NamedTuple):
     size: int = 0
 
 
-class _Dim:
-    """The chains that may cut one dim, numbered."""
-
-    def __init__(self, size: int, chains: Sequence[Chain]) -> None:
-        self.size = size
-        self.chains: list[Chain] = []
-        self.index: dict[Chain, int] = {}
-        seen: dict[object, int] = {}
-        for chain in dict.fromkeys(chains):
-            number = seen.setdefault(_written_once(size, chain), len(self.chains))
-            self.index[chain] = number
-            if number == len(self.chains):
-                self.chains.append(chain)
-        self.axes = [frozenset(step.axis for step in chain) for chain in self.chains]
-        self.largest = [largest(size, chain) for chain in self.chains]
-        self._without: dict[tuple[int, Axes], int] = {}
-        self._moved: dict[tuple[int, int], Axes] = {}
-        self._overlaps: dict[tuple[int, int, Axes], Overlap] = {}
-        self._corners: dict[tuple[int, int, bool], tuple[int, int]] = {}
-
-    def without(self, i: int, axes: Axes) -> int:
-        """Give the number of chain `i` with axes taken out; -1 where there is none."""
-        found = self._without.get((i, axes))
-        if found is None:
-            left = without(self.size, self.chains[i], axes)
-            found = -1 if left is None else self.index.get(left, -1)
-            self._without[i, axes] = found
-        return found
-
-    def at_corner(self, i: int, j: int, last: bool) -> tuple[int, int]:
-        """Count what the first or last rank holds in chain `j`, and of it in chain `i`."""
-        found = self._corners.get((i, j, last))
-        if found is None:
-            before, after = (
-                held_by(
-                    self.size, chain, tuple([step.num_ranks - 1 if last else 0 for step in chain])
-                )
-                for chain in (self.chains[i], self.chains[j])
-            )
-            found = self._corners[i, j, last] = count(after), count(intersect(before, after))
-        return found
-
-    def moved(self, i: int, j: int) -> Axes:
-        """Give the axes along which a step from chain `i` to `j` must exchange."""
-        found = self._moved.get((i, j))
-        if found is None:
-            found = self._moved[i, j] = moved_axes(self.size, self.chains[i], self.chains[j])
-        return found
-
-    def overlap(self, i: int, j: int, group: Axes) -> Overlap:
-        """Say how what ranks hold in chains `i` and `j` overlaps."""
-        found = self._overlaps.get((i, j, group))
-        if found is None:
-            found = overlap(self.size, self.chains[i], self.chains[j], group)
-            self._overlaps[i, j, group] = found
-        return found
-
-
-def _written_once(size: int, chain: Chain) -> object:
-    """Give a key of what ranks hold: small uneven dims may be cut alike by different chains."""
-    if size > 4 * math.prod(step.num_ranks for step in chain):
-        return chain
-    ordered = tuple(sorted(chain, key=lambda step: step.axis))
-    held: list[object] = [step.axis for step in ordered]
-    for places in places_of((ordered,)):
-        held.append(held_by(size, chain, tuple([places[step.axis] for step in chain])))
-    return tuple(held)
-
-
 class _Role(NamedTuple):
     """What the axes of a state do: which cut, and what is pending on which."""
 
@@ -158,8 +78,8 @@ class Space:
         ends = (problem.src, problem.dst)
         self._axes = [axis for axis, n in enumerate(problem.mesh_shape) if n > 1]
         self._cut_dims = _dims_to_cut(problem, len(self._axes))
-        free = frozenset(axis for axis in self._axes if self._may_cut(axis))
-        self._dims = [_Dim(problem.shape[d], _chains(problem, d, free)) for d in self._cut_dims]
+        free = self._free_axes()
+        self._dims = [self._dim(d, free) for d in self._cut_dims]
         uncut = [n for d, n in enumerate(problem.shape) if d not in self._cut_dims]
         self._rest = math.prod(uncut)
         self._ids: list[_Ids] = []
@@ -237,7 +157,7 @@ class Space:
                     if new and not old and self._taken_out(there, new) == self._ids[here]:
                         yield Move(there, "slice", new)
                     elif there not in (target, here) and self._least + self.bound(there) <= room:
-                        yield from self._swaps(here, there)
+                        yield from self._swaps(here, there, room)
 
     def _reductions(self, here: int, role: _Role, lost: Axes, new: Axes) -> Iterator[Move]:
         pending = self._roles[here].pending
@@ -279,8 +199,8 @@ class Space:
         if target is not None and len(changed) == 1 and set(*changed.values()) == {"sum", "avg"}:
             yield Move(target, "scale", frozenset(changed))
 
-    def _swaps(self, here: int, there: int) -> Iterator[Move]:
-        """Yield direct exchanges: over the axes that must, and also over replicas to share work."""
+    def _swaps(self, here: int, there: int, room: float) -> Iterator[Move]:
+        """Yield direct exchanges: over the axes that must, or also over replicas to share work."""
         must: Axes = _NONE
         for dim, i, j in zip(self._dims, self._ids[here], self._ids[there], strict=True):
             if i != j:
@@ -291,11 +211,15 @@ class Space:
         for n in range(len(spare) + 1):
             for more in itertools.combinations(spare, n):
                 group = must.union(more)
-                size = self._swap_elements(here, there, group)
-                yield self._priced(there, "all_to_all", group, size)
+                if self._terms("all_to_all", group)[0] + self.bound(there) > room:
+                    continue
+                received, sent = self._swap_elements(here, there, group)
+                yield self._priced(there, "all_to_all", group, max(received, sent))
+                if n == 0 and sent <= received:
+                    return
 
-    def _swap_elements(self, here: int, there: int, group: Axes) -> int:
-        """Estimate the elements that the busiest rank receives or sends."""
+    def _swap_elements(self, here: int, there: int, group: Axes) -> tuple[int, int]:
+        """Estimate the most elements that a rank receives, and that a rank sends."""
         need = own = hot = lack = self._rest
         num_changed = 0
         for dim, i, j in zip(self._dims, self._ids[here], self._ids[there], strict=True):
@@ -308,11 +232,14 @@ class Space:
                 lack *= found.lack
                 num_changed += 1
         sizes = self.problem.mesh_shape
-        num_ranks = math.prod(sizes[axis] for axis in group)
-        wanted = math.prod(sizes[axis] for axis in group - self._roles[there].cut)
-        offered = math.prod(sizes[axis] for axis in group - self._roles[here].cut)
+        wanted, offered = 1, 1
+        num_ranks = 1
+        for axis in group:
+            num_ranks *= sizes[axis]
+            wanted *= 1 if axis in self._roles[there].cut else sizes[axis]
+            offered *= 1 if axis in self._roles[here].cut else sizes[axis]
         sent = hot * wanted * (num_ranks - 1) // (offered * num_ranks)
-        return max(lack if num_changed == 1 else need - own, sent)
+        return lack if num_changed == 1 else need - own, sent
 
     def _taken_out(self, number: int, axes: Axes) -> _Ids:
         return tuple(
@@ -343,10 +270,21 @@ class Space:
         sizes = (dim.largest[i] for dim, i in zip(self._dims, self._ids[number], strict=True))
         return self._rest * math.prod(sizes)
 
-    def _may_cut(self, axis: int) -> bool:
-        """Tell whether an axis may cut a dim on the way: not one that stays pending."""
-        before, after = self.problem.src.pending[axis], self.problem.dst.pending[axis]
-        return not self._stays(before, after)
+    def _free_axes(self) -> Axes:
+        """List the axes that may nest on the way as they like: not those that stay pending.
+
+        Of more than three axes only those that change, and none if these are still more.
+        """
+        src, dst = self.problem.src, self.problem.dst
+        pending = zip(src.pending, dst.pending, strict=True)
+        stay = {axis for axis, pair in enumerate(pending) if self._stays(*pair)}
+        free = frozenset(self._axes) - stay
+        if len(free) > 3:
+            ends = [{step for chain in state.chains for step in chain} for state in (src, dst)]
+            free &= {step.axis for step in ends[0] ^ ends[1]} | {
+                axis for axis in free if src.pending[axis] != dst.pending[axis]
+            }
+        return free if len(free) <= 3 else _NONE
 
     def _stays(self, before: str | None, after: str | None) -> bool:
         """Tell whether what is pending on an axis is at most scaled."""
@@ -357,6 +295,11 @@ class Space:
         before, after = self.problem.src.pending[axis], self.problem.dst.pending[axis]
         options = (before, after) if self._stays(before, after) else (None, before, after)
         return tuple(dict.fromkeys(options))
+
+    def _dim(self, d: int, free: Axes) -> Dim:
+        problem = self.problem
+        cuts = [Cut(axis, problem.mesh_shape[axis], Shard(d)) for axis in sorted(free)]
+        return Dim(problem.shape[d], (problem.src.chains[d], problem.dst.chains[d]), cuts)
 
     def _ids_of(self, state: State) -> _Ids:
         return tuple(
@@ -400,21 +343,3 @@ def _dims_to_cut(problem: Problem, num_axes: int) -> list[int]:
     if spare and ((num_axes == 2 and len(found) < 2) or (num_axes > 2 and not found)):
         found.append(max(spare, key=problem.shape.__getitem__))
     return sorted(found)
-
-
-def _chains(problem: Problem, dim: int, free: Axes) -> list[Chain]:
-    """List the chains that may cut a dim: see [Note: states]; `free` axes may nest as they like."""
-    size = problem.shape[dim]
-    found: list[Chain] = []
-    for chain in (problem.src.chains[dim], problem.dst.chains[dim]):
-        axes = sorted(step.axis for step in chain)
-        for n in range(len(axes) + 1):
-            for out in itertools.combinations(axes, n):
-                left = without(size, chain, frozenset(out))
-                found += [] if left is None else [left]
-    cuts = [Cut(axis, problem.mesh_shape[axis], Shard(dim)) for axis in sorted(free)]
-    nest = itertools.permutations if len(cuts) <= 3 else itertools.combinations
-    found += [tuple(nesting) for n in range(len(cuts) + 1) for nesting in nest(cuts, n)]
-    for pair in itertools.permutations(cuts, 2) if len(cuts) <= 3 else ():
-        found.append(without(size, pair, frozenset((pair[0].axis,))) or ())
-    return [canonical(size, chain) for chain in dict.fromkeys(found)]
