@@ -64,10 +64,10 @@ class Bill:
 def bill(steps: Sequence[tuple[str, tuple[int, ...], int]], mesh_shape: tuple[int, ...]) -> Bill:
     """Add up (kind, axes, bytes) of communicating steps."""
     launches, sizes, seconds = [0] * len(mesh_shape), [0] * len(mesh_shape), 0.0
-    for kind, axes, size in steps:
+    for _, axes, size in steps:
         launches[min(axes)] += 1
         sizes[min(axes)] += size
-        seconds += MODEL.seconds(kind, mesh_shape, axes, size=size)
+        seconds += MODEL.seconds(mesh_shape, axes, size=size)
     return Bill(tuple(launches), tuple(sizes), seconds)
 
 

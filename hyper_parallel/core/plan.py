@@ -86,7 +86,7 @@ def _plan_between_meshes(src: Layout, dst: Layout, itemsize: int, model: LinkMod
         axes = tuple(range(dst.mesh.ndim))
         size = math.prod(after.largest_shape) * itemsize
         steps = (*steps, Step("exchange", axes, before, after))
-        seconds += model.seconds("exchange", dst.mesh.shape, axes, size=size)
+        seconds += model.seconds(dst.mesh.shape, axes, size=size)
     return Plan(src, dst, (*steps, *last.steps), seconds + last.seconds)
 
 

@@ -86,14 +86,14 @@ class Space:
         self._roles: list[_Role] = []
         self._number: dict[tuple[_Ids, Pending], int] = {}
         self._members: dict[_Role, list[int]] = {}
-        self._prices: dict[tuple[str, Axes], tuple[int, float]] = {}
+        self._prices: dict[Axes, tuple[int, float]] = {}
         for state in ends:
             self._add(self._ids_of(state), state.pending)
         self.end = self._number[self._ids_of(problem.dst), problem.dst.pending]
         self._add_all()
         self._end_role = self._roles[self.end]
         self._bounds: list[int | None] = [None] * len(self._ids)
-        single = [self._terms("all_gather", frozenset((axis,))) for axis in self._axes]
+        single = [self._terms(frozenset((axis,))) for axis in self._axes]
         self._least = min(fixed for fixed, _ in single)
         self._per_element = min(per_element for _, per_element in single)
 
@@ -211,7 +211,7 @@ class Space:
         for n in range(len(spare) + 1):
             for more in itertools.combinations(spare, n):
                 group = must.union(more)
-                if self._terms("all_to_all", group)[0] + self.bound(there) > room:
+                if self._terms(group)[0] + self.bound(there) > room:
                     continue
                 received, sent = self._swap_elements(here, there, group)
                 yield self._priced(there, "all_to_all", group, max(received, sent))
@@ -253,17 +253,17 @@ class Space:
         return self._priced(there, kind, axes, elements_moved(kind, num_ranks, before, after))
 
     def _priced(self, there: int, kind: StepKind, axes: Axes, elements: int) -> Move:
-        fixed, per_element = self._terms(kind, axes)
+        fixed, per_element = self._terms(axes)
         cost = fixed + round(elements * per_element)
         return Move(there, kind, axes, cost, elements * self.problem.itemsize)
 
-    def _terms(self, kind: str, axes: Axes) -> tuple[int, float]:
+    def _terms(self, axes: Axes) -> tuple[int, float]:
         """Give picoseconds of a collective without data, and per element."""
-        found = self._prices.get((kind, axes))
+        found = self._prices.get(axes)
         if found is None:
-            fixed, per_byte = self.problem.model.terms(kind, self.problem.mesh_shape, axes)
+            fixed, per_byte = self.problem.model.terms(self.problem.mesh_shape, sorted(axes))
             found = round(fixed * 1e12), per_byte * 1e12 * self.problem.itemsize
-            self._prices[kind, axes] = found
+            self._prices[axes] = found
         return found
 
     def _largest(self, number: int) -> int:

@@ -186,7 +186,7 @@ class Backend(Protocol):
         ...
 
     def wrap_mesh(self, mesh: Any) -> Any:
-        """Give our DeviceMesh for the framework's own, on the same groups; the same one each time."""
+        """Give our DeviceMesh for the framework's own, on its groups; the same one each time."""
         ...
 
     def communicator(self, mesh: AbstractMesh, handle: Any, axis: int) -> Communicator:

@@ -129,7 +129,7 @@ def test_a_plan_never_takes_longer_than_by_gathering_all_or_one_exchange(pair, m
     if not src.has_partial and not dst.has_partial and plan(src, dst, model=model).communicates:
         axes = [axis for axis, n in enumerate(src.mesh.shape) if n > 1]
         size = 4 * math.prod(dst.largest_shape) * src.mesh.size()  # every rank sends all it has
-        once = model.seconds("all_to_all", src.mesh.shape, axes, size=size)
+        once = model.seconds(src.mesh.shape, axes, size=size)
         assert plan(src, dst, model=model).seconds <= once + 1e-11
 
 
