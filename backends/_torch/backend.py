@@ -148,6 +148,29 @@ class TorchBackend:
             uneven=self.capabilities.uneven_gather,
         )
 
+    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> TorchCommunicator:
+        """Make the group of several axes for this rank; collective over its ranks.
+
+        Where the default group is bound to a device, all ranks of the mesh make all its groups
+        together: such groups are split from the default one.
+        """
+        ranks = mesh.submesh_ranks(axes, rank=dist.get_rank())
+        name = "_".join(mesh.axis_names[axis] for axis in axes)
+        world = cast(dist.ProcessGroup, dist.group.WORLD)
+        if world.bound_device_id is None or mesh.size() < dist.get_world_size():
+            group = _joint_group(list(ranks), name)
+        else:
+            rows = dict.fromkeys(mesh.submesh_ranks(axes, rank=rank) for rank in mesh.ranks)
+            groups = {row: dist.new_group(list(row), group_desc=f"mesh_{name}") for row in rows}
+            group = cast(dist.ProcessGroup, groups[ranks])
+        return TorchCommunicator(
+            group,
+            ranks,
+            self.device_type,
+            dtypes=self.dtypes,
+            uneven=self.capabilities.uneven_gather,
+        )
+
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
         """Give the mesh's ranks as an int32 CPU tensor, as torch's `mesh.mesh`."""
         return _index_tensor(mesh)

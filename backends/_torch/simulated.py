@@ -197,6 +197,17 @@ class SimulatedBackend:
         group = self.group(handle, axis)
         return SimulatedCommunicator(self._connected(), group, device_type=self.device_type)
 
+    def joint_communicator(
+        self, mesh: AbstractMesh, axes: tuple[int, ...]
+    ) -> SimulatedCommunicator:
+        """Make the group of several axes for this rank; its ranks agree on it."""
+        rank = self.rank()
+        ranks = mesh.submesh_ranks(axes, rank=rank)
+        names = tuple(mesh.axis_names[axis] for axis in axes)
+        call = Call.of("joint_communicator", shape=mesh.shape, axes=names)
+        group = SimulatedGroup(ranks, self._make_groups(ranks, call), rank)
+        return SimulatedCommunicator(self._connected(), group, device_type=self.device_type)
+
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
         """Give the mesh's ranks as an int tensor, as torch's DeviceMesh.mesh is."""
         return torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").reshape(mesh.shape)

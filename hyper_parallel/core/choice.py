@@ -10,7 +10,7 @@ from itertools import product
 from typing import Literal
 
 from hyper_parallel.core.factor import BoundRule, Factor, Place
-from hyper_parallel.core.layout import chunk_sizes
+from hyper_parallel.core.interval import chunk_sizes
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
 
 __all__ = ["Choice", "cuts_of", "offers", "pieces"]

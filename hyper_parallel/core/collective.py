@@ -13,16 +13,17 @@ __all__ = ["COMMUNICATING", "Plan", "Step", "StepKind"]
 
 StepKind = Literal[
     "all_reduce",  # P -> R
-    "all_gather",  # S -> R
-    "reduce_scatter",  # P -> S
-    "all_to_all",  # S(a) -> S(b)
-    "slice",  # R -> S, local
-    "fill",  # R or S -> P: the own share, the reduction's identity elsewhere, local
+    "all_gather",  # cut -> R
+    "reduce_scatter",  # P -> cut
+    "all_to_all",  # any cut -> any other; pending reductions stay as they are
+    "exchange",  # as all_to_all, to another mesh of the same ranks; nothing is pending
+    "slice",  # R -> cut, local
+    "fill",  # R or cut -> P: the own share, the reduction's identity elsewhere, local
     "scale",  # P(sum) <-> P(avg), local
 ]
 
 COMMUNICATING: frozenset[str] = frozenset(
-    ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 )
 
 
@@ -32,9 +33,10 @@ class Step:
 
     Args:
         kind: what it does.
-        axes: the mesh axes whose ranks take part; today always one.
+        axes: the mesh axes whose ranks take part together, ascending. Their joint group lists its
+            ranks row-major by coordinate.
         src: the layout before the step.
-        dst: the layout after it; differs from `src` only on `axes`.
+        dst: the layout after it.
     """
 
     kind: StepKind
@@ -48,16 +50,31 @@ class Step:
         return self.kind in COMMUNICATING
 
     def __repr__(self) -> str:
-        names = "+".join(self.src.mesh.axis_names[axis] for axis in self.axes)
+        if self.src.mesh != self.dst.mesh:
+            return f"{self.kind}[{self.src} -> {self.dst}]"
+        names = self.src.mesh.axis_names
+        pairs = list(zip(self.src.placements, self.dst.placements, strict=True))
+        changed = [axis for axis, (before, after) in enumerate(pairs) if before != after]
+        named = changed == list(self.axes)
         moved = ", ".join(
-            f"{self.src.placements[axis]!r} -> {self.dst.placements[axis]!r}" for axis in self.axes
+            f"{pairs[axis][0]!r} -> {pairs[axis][1]!r}" + ("" if named else f" @{names[axis]}")
+            for axis in changed
         )
-        return f"{self.kind}[{names}: {moved}]"
+        orders = (self.src.order, self.dst.order)
+        order = "" if orders[0] == orders[1] else f", order {orders[0]} -> {orders[1]}"
+        return f"{self.kind}[{'+'.join(names[axis] for axis in self.axes)}: {moved}{order}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The steps that turn `src` into `dst`, in order. The same on every rank.
+
+    Args:
+        src: the layout before.
+        dst: the layout after.
+        steps: what to do; a step starts where the one before ended, though perhaps written
+            otherwise (see `same_cut`).
+        seconds: the estimate of the link model it was planned with.
 
     Example:
         >>> from hyper_parallel.core import AbstractMesh, Layout, Partial, Replicate, plan
@@ -69,6 +86,7 @@ class Plan:
     src: Layout
     dst: Layout
     steps: tuple[Step, ...]
+    seconds: float = 0.0
 
     @property
     def communicates(self) -> bool:

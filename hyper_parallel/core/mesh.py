@@ -48,6 +48,7 @@ class AbstractMesh:
         _check_mesh(self._shape, self._ranks, self._names)
         self._index = {rank: i for i, rank in enumerate(self._ranks)}
         self._hash = hash((device_type, self._shape, self._ranks, self._names))
+        self.plans: dict[Any, Any] = {}  # what plan() has found for tensors on this mesh
 
     @property
     def device_type(self) -> str:

@@ -4,27 +4,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
+from hyper_parallel.core.interval import chunk_sizes
 from hyper_parallel.errors import LayoutError, describe
 
-__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "cotangent", "normalize"]
+__all__ = [
+    "REDUCE_OPS",
+    "Packed",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "cotangent",
+    "normalize",
+]
 
 REDUCE_OPS: Final = ("sum", "avg", "max", "min", "product")
 
 
 class Placement:
-    """Common base of `Replicate`, `Shard` and `Partial`."""
+    """Common base of `Replicate`, `Shard`, `StridedShard`, `Packed` and `Partial`."""
 
     __slots__ = ()
+
+    @property
+    def cut_dim(self) -> int | None:
+        """The tensor dim that the axis cuts, in any way, or None."""
+        return None
+
+    def parts(self, size: int) -> tuple[tuple[int, int], ...]:
+        """List (size, block) of the parts of `size` entries that are cut one by one.
+
+        A rank holds its chunk of each part; empty where the placement cuts nothing.
+        """
+        del size
+        return ()
 
     def is_replicate(self) -> bool:
         """Tell whether every rank of the axis holds the whole value."""
         return False
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Tell whether the axis cuts a tensor dim (`dim`, or any)."""
+        """Tell whether the axis cuts a tensor dim (`dim`, or any) in plain chunks, as `Shard`."""
         del dim
         return False
 
@@ -73,12 +97,8 @@ class Shard(Placement):
     block: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(
-                describe("Shard", "dim must be an int", "Pass the tensor dim to cut", dim=self.dim)
-            )
-        is_int = isinstance(self.block, int) and not isinstance(self.block, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not is_int or self.block < 1:
+        _check_dim("Shard", self.dim)
+        if not _is_int(self.block, least=1):
             raise LayoutError(
                 describe(
                     "Shard",
@@ -88,12 +108,133 @@ class Shard(Placement):
                 )
             )
 
+    @property
+    def cut_dim(self) -> int:
+        """The tensor dim that is cut."""
+        return self.dim
+
+    def parts(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Give the one part that is cut: all of it."""
+        return ((size, self.block),)
+
     def is_shard(self, dim: int | None = None) -> bool:
         """Tell whether it is `dim` that is cut; any dim if None."""
         return dim is None or dim == self.dim
 
     def __repr__(self) -> str:
         return f"S({self.dim})" if self.block == 1 else f"S({self.dim}, block={self.block})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard(Placement):
+    """The axis cuts tensor dim `dim` in `split_factor` chunks, and then each of those in n.
+
+    A rank holds its chunk of each. It writes a nesting order other than left to right: with even
+    sizes, `(StridedShard(d, n1), Shard(d))` on axes of n0 and n1 ranks is axis 1 outside axis 0.
+
+    Args:
+        dim: the tensor dim that is cut; negative counts from the end.
+        split_factor: number of chunks that are cut one by one; with 1 it is a `Shard`.
+
+    Raises:
+        LayoutError: `dim` is not an int, or `split_factor` is not a positive int.
+
+    Example:
+        >>> StridedShard(0, 2)
+        SS(0, 2)
+    """
+
+    dim: int
+    split_factor: int
+
+    def __post_init__(self) -> None:
+        _check_dim("StridedShard", self.dim)
+        if not _is_int(self.split_factor, least=1):
+            raise LayoutError(
+                describe(
+                    "StridedShard",
+                    "split_factor must be an int of at least 1",
+                    "Pass the number of chunks that are cut one by one",
+                    split_factor=self.split_factor,
+                )
+            )
+
+    @property
+    def cut_dim(self) -> int:
+        """The tensor dim that is cut."""
+        return self.dim
+
+    def parts(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Give the chunks that are cut one by one."""
+        return tuple((part, 1) for part in chunk_sizes(size, self.split_factor) if part)
+
+    def __repr__(self) -> str:
+        return f"SS({self.dim}, {self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(Placement):
+    """The axis cuts each of several parts that lie packed in tensor dim `dim`, such as [Q|K|V].
+
+    A rank holds its chunk of each part, one after the other.
+
+    Args:
+        dim: the tensor dim that is cut; negative counts from the end.
+        sizes: the parts' sizes; they must add up to what the axis cuts.
+        blocks: for each part the elements that stay together, such as a head's; default 1 each.
+
+    Raises:
+        LayoutError: `dim` is not an int, a size is not a non-negative int, or `blocks` are not as
+            many positive ints that divide the sizes.
+
+    Example:
+        >>> Packed(0, (8, 8)), Packed(0, (8, 4, 4), blocks=(2, 2, 2))
+        (Packed(0, (8, 8)), Packed(0, (8, 4, 4), blocks=(2, 2, 2)))
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_dim("Packed", self.dim)
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        object.__setattr__(self, "blocks", tuple(self.blocks) or (1,) * len(self.sizes))
+        if not self.sizes or not all(_is_int(size, least=0) for size in self.sizes):
+            raise LayoutError(
+                describe(
+                    "Packed",
+                    "sizes must be non-negative ints, at least one",
+                    "Pass the size of each part, in order",
+                    sizes=self.sizes,
+                )
+            )
+        fits = len(self.blocks) == len(self.sizes)
+        fits = fits and all(_is_int(block, least=1) for block in self.blocks)
+        if not fits or any(s % b for s, b in zip(self.sizes, self.blocks, strict=True)):
+            raise LayoutError(
+                describe(
+                    "Packed",
+                    "blocks must be one positive int for each part, and divide its size",
+                    "Pass the number of elements that stay together in each part",
+                    sizes=self.sizes,
+                    blocks=self.blocks,
+                )
+            )
+
+    @property
+    def cut_dim(self) -> int:
+        """The tensor dim that is cut."""
+        return self.dim
+
+    def parts(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Give the packed parts, whatever `size` is; a layout checks that they add up to it."""
+        del size
+        return tuple(zip(self.sizes, self.blocks, strict=True))
+
+    def __repr__(self) -> str:
+        blocks = f", blocks={self.blocks}" if set(self.blocks) != {1} else ""
+        return f"Packed({self.dim}, {self.sizes}{blocks})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,31 +303,48 @@ def normalize(placements: Sequence[Placement], ndim: int, *, where: str) -> tupl
             raise LayoutError(
                 describe(
                     where,
-                    "every placement must be a Replicate, Shard or Partial",
+                    "every placement must be a Replicate, Shard, StridedShard, Packed or Partial",
                     "Pass a sequence with one placement per mesh axis",
                     placement=placement,
                 )
             )
-        if isinstance(placement, Shard):
-            if ndim == 0:
-                raise LayoutError(
-                    describe(
-                        where,
-                        "a tensor of 0 dims must be Replicate or Partial",
-                        "Replicate it",
-                        placement=placement,
-                    )
-                )
-            if not -ndim <= placement.dim < ndim:
-                raise LayoutError(
-                    describe(
-                        where,
-                        f"Shard dim must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims",
-                        "Pass a dim the tensor has",
-                        dim=placement.dim,
-                    )
-                )
-            if placement.dim < 0:
-                placement = Shard(placement.dim + ndim, placement.block)
+        if placement.cut_dim is not None:
+            placement = _normal_dim(placement, ndim, where)
         result.append(placement)
     return tuple(result)
+
+
+def _normal_dim(placement: Placement, ndim: int, where: str) -> Placement:
+    dim = placement.cut_dim
+    assert dim is not None and isinstance(placement, (Shard, StridedShard, Packed))
+    if ndim == 0:
+        raise LayoutError(
+            describe(
+                where,
+                "a tensor of 0 dims must be Replicate or Partial",
+                "Replicate it",
+                placement=placement,
+            )
+        )
+    if not -ndim <= dim < ndim:
+        raise LayoutError(
+            describe(
+                where,
+                f"Shard dim must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims",
+                "Pass a dim the tensor has",
+                dim=dim,
+            )
+        )
+    return placement if dim >= 0 else replace(placement, dim=dim + ndim)
+
+
+def _check_dim(where: str, dim: object) -> None:
+    if not _is_int(dim):
+        raise LayoutError(
+            describe(where, "dim must be an int", "Pass the tensor dim to cut", dim=dim)
+        )
+
+
+def _is_int(value: Any, least: int | None = None) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and (least is None or value >= least)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
+from hyper_parallel.core import Layout, Placement, Replicate, Shard
 from hyper_parallel.dtensor.moves import move, refuse_create_graph
 from hyper_parallel.dtensor.read import (
     read_mesh,
@@ -117,16 +117,15 @@ def _cut(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> tor
     if src_data_rank is None or mesh.size() == 1:
         local = move(tensor, whole, layout)
         return local.clone() if local is tensor else local
+    # Strided and packed pieces are cut from a whole copy on each rank.
+    simple = all(p.cut_dim is None or isinstance(p, Shard) for p in layout.placements)
+    sent = layout.with_placements(
+        [p if simple and isinstance(p, Shard) else Replicate() for p in layout.placements]
+    )
     local: torch.Tensor = tensor.contiguous()
-    for axis, placement in enumerate(layout.placements):
+    for axis, placement in enumerate(sent.placements):
         local = _send_along(local, mesh, axis, placement, src_data_rank)
-    pending = [p.is_partial() for p in layout.placements]
-    if any(pending):
-        sent = layout.with_placements(
-            [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
-        )
-        local = move(local, sent, layout)
-    return local
+    return move(local, sent, layout)
 
 
 def _send_along(

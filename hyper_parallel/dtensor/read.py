@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
-from hyper_parallel.core.placement import REDUCE_OPS
+from hyper_parallel.core.placement import REDUCE_OPS, normalize
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh, backend_for, current_mesh
 
@@ -188,10 +188,10 @@ def _even_shape(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[int, ...]:
     sizes = list(local.shape)
-    normal = Layout(mesh, placements, tuple(size or 1 for size in sizes))
-    for axis, placement in enumerate(normal.placements):
-        if isinstance(placement, Shard):
-            sizes[placement.dim] *= mesh.shape[axis]
+    normal = normalize(placements, local.ndim, where="DTensor.from_local")
+    for axis, placement in enumerate(normal):
+        if placement.cut_dim is not None:
+            sizes[placement.cut_dim] *= mesh.shape[axis]
     return tuple(sizes)
 
 

@@ -4,7 +4,11 @@
 [Note: layouts decide] Whether a collective is skipped or padded is read off the layouts, never off
 the local array, so every rank issues the same collectives.
 
-Every collective runs along dim 0: a dim is moved to the front before and back after.
+[Note: programs] What a step does on this rank (its group, counts, positions) follows from the plan,
+so it is worked out once, at the plan's first run on a mesh; later runs call the result.
+
+Even and uneven pieces of one dim move along dim 0: the dim goes to the front before and back after.
+Pieces of several dims, or in several runs, move as flat parts of one buffer.
 """
 
 from __future__ import annotations
@@ -14,14 +18,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.collective import Plan, Step
-from hyper_parallel.core.layout import chunk_sizes
+from hyper_parallel.core.exchange import (
+    group_ranks,
+    parts_of,
+    region_shape,
+    transfers,
+)
+from hyper_parallel.core.interval import chunk_sizes
+from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial, Shard
 from hyper_parallel.runtime.interface import ArrayOps, Communicator
 from hyper_parallel.runtime.mesh import DeviceMesh
+from hyper_parallel.runtime.parts import consecutive, packer, put, take, unpacker
 
 __all__ = ["execute", "gather_dim", "reduce", "reduce_scatter_dim", "scatter_from"]
 
 Array = Any
+Run = Callable[[Array], Array]
+Axes = int | tuple[int, ...]
+
+_MOST_PROGRAMS = 4096
 
 
 def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
@@ -30,7 +46,8 @@ def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
     Args:
         plan: what to do.
         local: this rank's array, of `plan.src.local_shape(rank)`; it is not changed.
-        mesh: this process's mesh, equal to the plan's.
+        mesh: this process's mesh, equal to that of the plan's `dst`. A plan between
+            meshes is one of layouts on this process's meshes.
 
     Returns:
         The array in `plan.dst`, contiguous; `local` itself if the plan is empty or this rank is
@@ -39,20 +56,44 @@ def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
     Communicates:
         What the plan's communicating steps name, in order, on the steps' axes.
     """
-    if plan.steps and mesh.get_coordinate() is None:
+    if not plan.steps:
         return local
-    for step in plan.steps:
-        local = _STEPS[step.kind](step, local, mesh)
+    program = mesh.programs.get(id(plan))
+    if program is None:
+        program = _program(plan, mesh)
+    for run in program[1]:
+        local = run(local)
     return local
 
 
-def _all_reduce(step: Step, local: Array, mesh: DeviceMesh) -> Array:
+def _program(plan: Plan, mesh: DeviceMesh) -> tuple[Plan, tuple[Run, ...]]:
+    """Work a plan out for this rank; the plan is kept with it, so that its id stays its own."""
+    runs: tuple[Run, ...] = ()
+    if mesh.get_coordinate() is not None:
+        runs = tuple(_STEPS[step.kind](step, _mesh_of(step, mesh)) for step in plan.steps)
+    if len(mesh.programs) >= _MOST_PROGRAMS:
+        mesh.programs.clear()
+    mesh.programs[id(plan)] = plan, runs
+    return plan, runs
+
+
+def _mesh_of(step: Step, mesh: DeviceMesh) -> DeviceMesh:
+    """Give the mesh a step runs on; a plan between meshes begins on that of its source."""
+    own = step.dst.mesh
+    return own if isinstance(own, DeviceMesh) else mesh
+
+
+def _all_reduce(step: Step, mesh: DeviceMesh) -> Run:
     if _is_empty(step):
-        return local
-    return reduce(mesh, step.axes[0], mesh.backend.ops.clone(local), _op(step.src, step.axes[0]))
+        return lambda local: local
+    axes, op, clone = _axes(step), _op(step.src, step.axes[0]), mesh.backend.ops.clone
+    if op != "avg" or mesh.backend.capabilities.native_avg:
+        all_reduce = mesh.communicator(axes).all_reduce
+        return lambda local: all_reduce(clone(local), op)
+    return lambda local: reduce(mesh, axes, clone(local), op)
 
 
-def reduce(mesh: DeviceMesh, axis: int, x: Array, op: str = "sum") -> Array:
+def reduce(mesh: DeviceMesh, axis: Axes, x: Array, op: str = "sum") -> Array:
     """All-reduce the contiguous `x`, which the caller gives up, along an axis."""
     comm = mesh.communicator(axis)
     if op == "avg" and not mesh.backend.capabilities.native_avg:
@@ -60,16 +101,27 @@ def reduce(mesh: DeviceMesh, axis: int, x: Array, op: str = "sum") -> Array:
     return comm.all_reduce(x, op)
 
 
-def _all_gather(step: Step, local: Array, mesh: DeviceMesh) -> Array:
-    axis = step.axes[0]
-    placement = _shard(step.src, axis)
-    sizes = step.src.axis_sizes(axis, mesh.my_coordinate)
+def _all_gather(step: Step, mesh: DeviceMesh) -> Run:
+    ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
+    shape = step.dst.local_shape(rank)
     if _is_empty(step):
-        return mesh.backend.ops.empty(step.dst.local_shape(mesh.get_rank()), local)
-    return gather_dim(mesh, axis, local, placement.dim, sizes)
+        return lambda local: ops.empty(shape, local)
+    regions = parts_of(step.dst, rank, step.src, group_ranks(step, rank))
+    along = consecutive(regions, shape)
+    if along is not None:
+        dim, sizes = along
+        return lambda local: gather_dim(mesh, axes, local, dim, sizes)
+    counts = [_numel(region_shape(region)) for region in regions]
+    unpack = unpacker(ops, regions, shape)
+
+    def run(local: Array) -> Array:
+        flat = ops.reshape(ops.contiguous(local), (_numel(local.shape),))
+        return unpack(gather_dim(mesh, axes, flat, 0, counts))
+
+    return run
 
 
-def gather_dim(mesh: DeviceMesh, axis: int, local: Array, dim: int, sizes: Sequence[int]) -> Array:
+def gather_dim(mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int]) -> Array:
     """All-gather pieces of the given sizes along tensor dim `dim` over a mesh axis."""
     ops, comm = mesh.backend.ops, mesh.communicator(axis)
     front = ops.contiguous(ops.movedim(local, dim, 0))
@@ -98,32 +150,46 @@ def _pad_rows(ops: ArrayOps, x: Array, rows: int) -> Array:
     return padded
 
 
-def _reduce_scatter(step: Step, local: Array, mesh: DeviceMesh) -> Array:
-    axis = step.axes[0]
-    placement = _shard(step.dst, axis)
+def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run:
+    ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
+    shape = step.dst.local_shape(rank)
     if _is_empty(step):
-        return mesh.backend.ops.empty(step.dst.local_shape(mesh.get_rank()), local)
-    sizes = step.dst.axis_sizes(axis, mesh.my_coordinate)
-    return reduce_scatter_dim(mesh, axis, local, placement.dim, sizes, _op(step.src, axis))
+        return lambda local: ops.empty(shape, local)
+    op = _op(step.src, step.axes[0])
+    regions = parts_of(step.src, rank, step.dst, group_ranks(step, rank))
+    before = step.src.local_shape(rank)
+    along = consecutive(regions, before)
+    if along is not None:
+        dim, sizes = along
+        return lambda local: reduce_scatter_dim(mesh, axes, local, dim, sizes, op)
+    counts = [_numel(region_shape(region)) for region in regions]
+    pack = packer(ops, regions, before)
+    return lambda local: ops.reshape(_scatter_rows(mesh, axes, pack(local), counts, op), shape)
 
 
 def reduce_scatter_dim(
-    mesh: DeviceMesh, axis: int, local: Array, dim: int, sizes: Sequence[int], op: str = "sum"
+    mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int], op: str = "sum"
 ) -> Array:
     """Reduce over a mesh axis and keep the own piece of tensor dim `dim`; `local` stays as is."""
+    ops = mesh.backend.ops
+    mine = _scatter_rows(mesh, axis, ops.clone(ops.movedim(local, dim, 0)), sizes, op)
+    return ops.contiguous(ops.movedim(mine, 0, dim))
+
+
+def _scatter_rows(
+    mesh: DeviceMesh, axis: Axes, given: Array, sizes: Sequence[int], op: str
+) -> Array:
+    """Reduce the contiguous `given`, which the caller gives up, and keep the own rows."""
     ops, comm = mesh.backend.ops, mesh.communicator(axis)
     average = op == "avg" and not mesh.backend.capabilities.native_avg
     native = "sum" if average else op
-    moved = ops.movedim(local, dim, 0)
     if len(set(sizes)) == 1:
-        mine = comm.reduce_scatter(ops.clone(moved), native)
+        mine = comm.reduce_scatter(given, native)
     elif mesh.backend.capabilities.uneven_gather:
-        mine = comm.reduce_scatter_v(ops.clone(moved), sizes, native)
+        mine = comm.reduce_scatter_v(given, sizes, native)
     else:
-        mine = _reduce_scatter_padded(ops, comm, moved, sizes, native)
-    if average:
-        mine = ops.scale(mine, comm.size, divide=True)
-    return ops.contiguous(ops.movedim(mine, 0, dim))
+        mine = _reduce_scatter_padded(ops, comm, given, sizes, native)
+    return ops.scale(mine, comm.size, divide=True) if average else mine
 
 
 def _reduce_scatter_padded(
@@ -140,67 +206,51 @@ def _reduce_scatter_padded(
     return ops.contiguous(ops.narrow(mine, 0, 0, sizes[comm.rank]))
 
 
-def _all_to_all(step: Step, local: Array, mesh: DeviceMesh) -> Array:
-    axis = step.axes[0]
-    ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    rank = mesh.get_rank()
-    gathered, cut = _shard(step.src, axis).dim, _shard(step.dst, axis).dim
-    have = step.src.axis_sizes(axis, mesh.my_coordinate)
-    want = step.dst.axis_sizes(axis, mesh.my_coordinate)
+def _all_to_all(step: Step, mesh: DeviceMesh) -> Run:
+    ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
     if _is_empty(step):
-        return ops.empty(shape, local)
-    parts: list[Array] = []
-    start = 0
-    for size in want:
-        piece = ops.contiguous(ops.narrow(local, cut, start, size))
-        parts.append(ops.reshape(piece, (_numel(piece.shape),)))
-        start += size
-    shapes = [(*shape[:gathered], size, *shape[gathered + 1 :]) for size in have]
-    counts = [_numel(s) for s in shapes]
-    received = comm.all_to_all_v(ops.cat(parts, 0), [_numel(p.shape) for p in parts], counts)
-    pieces: list[Array] = []
-    start = 0
-    for piece_shape, count in zip(shapes, counts, strict=True):
-        pieces.append(ops.reshape(ops.narrow(received, 0, start, count), piece_shape))
-        start += count
-    return ops.cat(pieces, gathered)
+        return lambda local: ops.empty(shape, local)
+    table = transfers(step, rank)
+    send, receive = (
+        [_numel(region_shape(region)) for region in regions]
+        for regions in (table.send, table.receive)
+    )
+    all_to_all = mesh.communicator(axes).all_to_all_v
+    pack = packer(ops, table.send, step.src.local_shape(rank))
+    unpack = unpacker(ops, table.receive, shape)
+    return lambda local: unpack(all_to_all(pack(local), send, receive))
 
 
-def _slice(step: Step, local: Array, mesh: DeviceMesh) -> Array:
+def _slice(step: Step, mesh: DeviceMesh) -> Run:
     """Keep the own piece, as a copy, so that the whole is not kept alive."""
-    axis = step.axes[0]
-    placement = _shard(step.dst, axis)
-    coordinate = mesh.my_coordinate
-    sizes = step.dst.axis_sizes(axis, coordinate)
-    start = sum(sizes[: coordinate[axis]])
-    ops = mesh.backend.ops
-    return ops.clone(ops.narrow(local, placement.dim, start, sizes[coordinate[axis]]))
+    ops, rank = mesh.backend.ops, mesh.get_rank()
+    (region,) = parts_of(step.src, rank, step.dst, [rank])
+    return lambda local: ops.clone(take(ops, local, region))
 
 
-def _fill(step: Step, local: Array, mesh: DeviceMesh) -> Array:
-    """Turn R or S into a pending reduction without communication (exact for every dtype)."""
-    axis = step.axes[0]
-    ops = mesh.backend.ops
-    op = _op(step.dst, axis)
-    before = step.src.placements[axis]
-    first = mesh.my_coordinate[axis] == 0
-    if not isinstance(before, Shard):
-        keeps = first or op in ("avg", "max", "min")
-        return ops.clone(local) if keeps else ops.identity(local.shape, op, local)
-    coordinate = mesh.my_coordinate
-    sizes = step.src.axis_sizes(axis, coordinate)
-    whole = ops.identity(step.dst.local_shape(mesh.get_rank()), op, local)
-    own = ops.scale(local, len(sizes)) if op == "avg" else local
-    start = sum(sizes[: coordinate[axis]])
-    ops.copy_into(ops.narrow(whole, before.dim, start, sizes[coordinate[axis]]), own)
-    return whole
+def _fill(step: Step, mesh: DeviceMesh) -> Run:
+    """Turn R or a cut into a pending reduction without communication (exact for every dtype)."""
+    (axis,) = step.axes
+    ops, rank, op = mesh.backend.ops, mesh.get_rank(), _op(step.dst, step.axes[0])
+    if step.src.placements[axis].cut_dim is None:
+        keeps = mesh.my_coordinate[axis] == 0 or op in ("avg", "max", "min")
+        return ops.clone if keeps else lambda local: ops.identity(local.shape, op, local)
+    (region,) = parts_of(step.dst, rank, step.src, [rank])
+    shape, count = step.dst.local_shape(rank), mesh.shape[axis]
+
+    def run(local: Array) -> Array:
+        whole = ops.identity(shape, op, local)
+        put(ops, whole, region, ops.scale(local, count) if op == "avg" else local)
+        return whole
+
+    return run
 
 
-def _scale(step: Step, local: Array, mesh: DeviceMesh) -> Array:
-    axis = step.axes[0]
-    to_sum = _op(step.dst, axis) == "sum"
-    return mesh.backend.ops.scale(local, mesh.shape[axis], divide=to_sum)
+def _scale(step: Step, mesh: DeviceMesh) -> Run:
+    (axis,) = step.axes
+    to_sum, count, scale = _op(step.dst, axis) == "sum", mesh.shape[axis], mesh.backend.ops.scale
+    return lambda local: scale(local, count, divide=to_sum)
 
 
 def scatter_from(
@@ -241,13 +291,11 @@ def scatter_from(
     return ops.clone(ops.movedim(ops.narrow(mine, 0, 0, sizes[comm.rank]), 0, dim))
 
 
-def _shard(layout: Any, axis: int) -> Shard:
-    placement = layout.placements[axis]
-    assert isinstance(placement, Shard)
-    return placement
+def _axes(step: Step) -> Axes:
+    return step.axes[0] if len(step.axes) == 1 else step.axes
 
 
-def _op(layout: Any, axis: int) -> str:
+def _op(layout: Layout, axis: int) -> str:
     placement = layout.placements[axis]
     assert isinstance(placement, Partial)
     return placement.reduce_op
@@ -261,11 +309,12 @@ def _is_empty(step: Step) -> bool:
     return 0 in step.src.shape
 
 
-_STEPS: dict[str, Callable[[Step, Array, DeviceMesh], Array]] = {
+_STEPS: dict[str, Callable[[Step, DeviceMesh], Run]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "exchange": _all_to_all,
     "slice": _slice,
     "fill": _fill,
     "scale": _scale,

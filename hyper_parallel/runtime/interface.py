@@ -189,6 +189,10 @@ class Backend(Protocol):
         """Give the collectives of one axis for this rank."""
         ...
 
+    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> Communicator:
+        """Make the group of several axes, row-major; the ranks of that group call this together."""
+        ...
+
     def index_array(self, mesh: AbstractMesh) -> Any:
         """Give the mesh's ranks as the framework's integer array."""
         ...

@@ -82,7 +82,9 @@ class DeviceMesh(AbstractMesh):
         self._parent = parent
         self._my_rank = backend.rank()
         self._my_coordinate = self.coordinate(self._my_rank)
-        self._communicators: dict[int, Communicator] = {}
+        self._communicators: dict[int | tuple[int, ...], Communicator] = {}
+        # What the executor worked out for this rank, by the plan's id; see [Note: programs] there.
+        self.programs: dict[int, Any] = {}
         self._slices: dict[tuple[str, ...], DeviceMesh] = {}
         # What other rooms have decided for tensors on this mesh; it goes when the mesh goes.
         self.decisions: dict[Any, Any] = {}
@@ -123,12 +125,23 @@ class DeviceMesh(AbstractMesh):
         """List the process groups of all axes."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
-    def communicator(self, axis: int) -> Communicator:
-        """Give this rank's collectives along an axis."""
+    def communicator(self, axis: int | tuple[int, ...]) -> Communicator:
+        """Give this rank's collectives along an axis, or along several together.
+
+        Args:
+            axis: the position of one axis, or several in ascending order; their joint group lists
+                its ranks row-major by coordinate.
+
+        Communicates:
+            Makes the joint group of several axes at the first call; collective over its ranks.
+        """
         found = self._communicators.get(axis)
         if found is None:
             self._here("communicator")
-            found = self.backend.communicator(self, self._handle, axis)
+            if isinstance(axis, int):
+                found = self.backend.communicator(self, self._handle, axis)
+            else:
+                found = self.backend.joint_communicator(self, axis)
             self._communicators[axis] = found
         return found
 

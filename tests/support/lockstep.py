@@ -140,7 +140,7 @@ def _finish(arrived: list[_Arrival], combine: Callable[..., list[Any]]) -> None:
 class Group:
     """The collectives of one rank along one axis (a `Communicator`)."""
 
-    def __init__(self, world: World, ranks: tuple[int, ...], me: int, axis: int) -> None:
+    def __init__(self, world: World, ranks: tuple[int, ...], me: int, axis: Any) -> None:
         self.ranks, self.size, self.rank = ranks, len(ranks), ranks.index(me)
         self._world, self._me, self._axis = world, me, axis
 
@@ -295,3 +295,6 @@ class LockstepBackend:
     def communicator(self, mesh: AbstractMesh, handle: Any, axis: int) -> Group:
         del handle
         return Group(self._world, mesh.group_ranks(axis, rank=self._rank), self._rank, axis)
+
+    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> Group:
+        return Group(self._world, mesh.submesh_ranks(axes, rank=self._rank), self._rank, axes)

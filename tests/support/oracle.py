@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core import Partial, Placement, Shard
+from hyper_parallel.core import Packed, Partial, Placement, Shard, StridedShard
 
 Array = np.ndarray[Any, Any]
 Placements = Sequence[Placement]
@@ -45,9 +45,25 @@ def _indices(
 ) -> list[list[int]]:
     held = [list(range(size)) for size in shape]
     for size, c, placement in zip(sizes, coordinate, placements, strict=True):
-        if isinstance(placement, Shard):
-            held[placement.dim] = chunk(held[placement.dim], size, c, placement.block)
+        if isinstance(placement, (Shard, StridedShard, Packed)):
+            held[placement.dim] = keep(held[placement.dim], placement, size, c)
     return held
+
+
+def keep(held: list[int], placement: Placement, num_chunks: int, index: int) -> list[int]:
+    """List what rank `index` of an axis keeps of the indices that the axis cuts."""
+    if isinstance(placement, StridedShard):
+        parts = [chunk(held, placement.split_factor, i) for i in range(placement.split_factor)]
+        return [i for part in parts for i in chunk(part, num_chunks, index)]
+    if isinstance(placement, Packed):
+        assert sum(placement.sizes) == len(held)
+        blocks = placement.blocks or (1,) * len(placement.sizes)
+        ends = np.cumsum(placement.sizes).tolist()
+        parts = [held[end - n : end] for n, end in zip(placement.sizes, ends, strict=True)]
+        pairs = zip(parts, blocks, strict=True)
+        return [i for part, block in pairs for i in chunk(part, num_chunks, index, block)]
+    assert isinstance(placement, Shard)
+    return chunk(held, num_chunks, index, placement.block)
 
 
 def local_shape(
@@ -115,7 +131,7 @@ def image(
     """Give the one array that index `index` of a `size`-rank axis holds after R or S -> `dst`.
 
     Args:
-        src: Replicate or Shard before.
+        src: Replicate or a cut before.
         dst: the pending reduction after.
         value: the logical value.
         own: the indices that this rank held before.
@@ -123,7 +139,7 @@ def image(
         size: the number of ranks of the axis, at least 2.
     """
     neutral = {"sum": 0, "avg": 0, "product": 1, "max": -np.inf, "min": np.inf}[dst.reduce_op]
-    if not isinstance(src, Shard):
+    if not isinstance(src, (Shard, StridedShard, Packed)):
         keeps = index == 0 or dst.reduce_op in ("avg", "max", "min")
         return value.copy() if keeps else np.full_like(value, neutral)
     result = np.full_like(value, neutral)

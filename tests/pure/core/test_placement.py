@@ -72,7 +72,9 @@ def test_normalize_refuses_to_shard_a_tensor_without_dims(dim):
 
 
 def test_normalize_refuses_what_is_no_placement():
-    with refuse("every placement must be a Replicate, Shard or Partial, but got placement='S'"):
+    with refuse(
+        "must be a Replicate, Shard, StridedShard, Packed or Partial, but got placement='S'"
+    ):
         normalize("S", 1, where="f")
 
 

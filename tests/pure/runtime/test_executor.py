@@ -9,10 +9,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hyper_parallel.core import AbstractMesh, Layout, Partial, Replicate, Shard, plan
+from hyper_parallel.core import (
+    AbstractMesh,
+    Layout,
+    Packed,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    plan,
+)
 from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError
-from hyper_parallel.runtime import execute
+from hyper_parallel.runtime import DeviceMesh, execute
 from hyper_parallel.runtime.executor import scatter_from
 from support import oracle
 from support.lockstep import World
@@ -27,6 +36,15 @@ def placements_of(shape, ops=REDUCE_OPS):
     shards = [Shard(dim) for dim in range(len(shape))]
     blocks = [Shard(dim, block=2) for dim, size in enumerate(shape) if size % 2 == 0]
     return [Replicate(), *shards, *blocks, *map(Partial, ops)]
+
+
+def strided_of(shape):
+    """Strided and packed shards; those of a dim in order, so that a slice of them has all kinds."""
+    found = []
+    for dim, size in enumerate(shape):
+        found += [StridedShard(dim, 2), Packed(dim, (size // 3, size - size // 3))]
+        found += [StridedShard(dim, 3), Packed(dim, (size - size % 2, size % 2), blocks=(2, 1))]
+    return found
 
 
 def legal_pairs(grid, shape, choices):
@@ -48,7 +66,7 @@ def test_execute_every_pair_on_one_axis(ranks, capabilities):
     moves = [
         Move(shape, src, dst)
         for shape in SHAPES
-        for src, dst in legal_pairs(grid, shape, placements_of(shape))
+        for src, dst in legal_pairs(grid, shape, [*placements_of(shape), *strided_of(shape)])
     ]
     check_moves(grid, moves, **capabilities)
 
@@ -71,11 +89,44 @@ def test_execute_every_pair_on_two_axes(grid, shape, ops):
     check_moves(grid, moves, uneven_gather=len(shape) == 1)
 
 
-def test_execute_pairs_on_three_axes():
+@pytest.mark.parametrize(
+    "grid, shape", [([[5, 0], [1, 4], [3, 2]], (7, 2)), ([[2, 1], [0, 3]], (8, 4))], ids=str
+)
+def test_execute_strided_pairs_on_two_axes(grid, shape):
+    grid = np.array(grid)
+    choices = [Replicate(), Shard(0), Shard(1), Partial(), *strided_of(shape)[:5]]
+    pairs = legal_pairs(grid, shape, choices)
+    check_moves(grid, [Move(shape, src, dst) for src, dst in pairs[::7]])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "grid, shape", [([[5, 0], [1, 4], [3, 2]], (7, 2)), ([[2, 1], [0, 3]], (8, 4))], ids=str
+)
+def test_execute_every_strided_pair_on_two_axes(grid, shape):
+    grid = np.array(grid)
+    choices = [Replicate(), Shard(0), Shard(1), Partial(), *strided_of(shape)]
+    pairs = legal_pairs(grid, shape, choices)
+    check_moves(grid, [Move(shape, src, dst) for src, dst in pairs])
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (8, 8)], ids=str)
+def test_execute_pairs_on_three_axes(shape):
     grid = np.array([[[6, 1], [4, 0]], [[3, 7], [2, 5]]])
     choices = [Replicate(), Shard(0), Shard(1), Partial()]
-    pairs = legal_pairs(grid, (5, 3), choices)
-    check_moves(grid, [Move((5, 3), src, dst) for src, dst in pairs[::11]])
+    pairs = legal_pairs(grid, shape, choices)
+    check_moves(grid, [Move(shape, src, dst) for src, dst in pairs[::11]])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shape", [(5, 3), (8, 8)], ids=str)
+def test_execute_every_pair_on_three_axes(shape):
+    grid = np.array([[[6, 1], [4, 0]], [[3, 7], [2, 5]]])
+    choices = [Replicate(), Shard(0), Shard(1), Partial(), StridedShard(0, 2)]
+    pairs = legal_pairs(grid, shape, choices)
+    check_moves(grid, [Move(shape, src, dst) for src, dst in pairs])
 
 
 @st.composite
@@ -86,7 +137,7 @@ def settings_of_moves(draw):
     count = math.prod(sizes)
     ranks = draw(st.permutations(range(count + 2)))[:count]
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
-    choices = placements_of(shape, ops=())
+    choices = [*placements_of(shape, ops=()), *strided_of(shape)]
 
     def layout():
         ops = draw(st.sampled_from([("sum", "avg"), *((op,) for op in REDUCE_OPS)]))
@@ -105,6 +156,46 @@ def settings_of_moves(draw):
 def test_execute_any_pair_on_any_mesh(case, uneven, avg):
     grid, move = case
     check_moves(grid, [move], uneven_gather=uneven, native_avg=avg)
+
+
+def layouts_on(grid, shape):
+    choices = [Replicate(), *map(Shard, range(len(shape))), Partial(), StridedShard(0, 2)]
+    return list(itertools.product(choices, repeat=grid.ndim))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+@pytest.mark.parametrize(
+    "grid, other",
+    [
+        ([[0, 1], [2, 3]], [3, 1, 0, 2]),
+        ([0, 1, 2, 3], [[2, 0], [3, 1]]),
+        ([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        ([[5, 0, 3], [1, 4, 2]], [[0, 1], [2, 3], [4, 5]]),
+    ],
+    ids=str,
+)
+def test_execute_between_meshes_of_the_same_ranks(grid, other, shape):
+    grids = [np.array(grid), np.array(other)]
+    meshes = [AbstractMesh("cpu", g.shape, ranks=g.ravel().tolist()) for g in grids]
+    rng = np.random.default_rng(0)
+    pairs = list(itertools.product(*(layouts_on(g, shape) for g in grids)))[::3]
+    held = [oracle.contributions(grids[0], src, shape, rng) for src, _ in pairs]
+
+    def work(rank, attached):
+        there = DeviceMesh.attached(meshes[1], attached.backend, None)
+        results = []
+        for (src, dst), own in zip(pairs, held, strict=True):
+            ends = Layout(attached, src, shape), Layout(there, dst, shape)
+            results.append(execute(plan(*ends), own[rank], there))
+        return results
+
+    by_rank = World(grids[0].size).run(work, meshes[0])
+    for number, (src, dst) in enumerate(pairs):
+        moved = {rank: results[number] for rank, results in enumerate(by_rank)}
+        for rank, array in moved.items():
+            assert array.shape == oracle.local_shape(grids[1], dst, shape, rank)
+        value = oracle.reconstruct(grids[0], src, shape, held[number])
+        assert np.array_equal(oracle.reconstruct(grids[1], dst, shape, moved), value), (src, dst)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])

@@ -82,7 +82,7 @@ CASES: dict[str, list[Case]] = {
     "full_like": unary(lambda x: torch.full_like(x, 3.0)),
     "contiguous": unary(lambda x: x.contiguous()),
     "alias": unary(lambda x: torch.ops.aten.alias(x) if type(x) is torch.Tensor else x * 1),
-    "empty_like": unary(lambda x: torch.empty_like(x) * 0 if x.numel() else x),
+    "empty_like": unary(lambda x: torch.zeros_like(torch.empty_like(x))),
     "to": unary(lambda x: x.to(torch.float32))
     + unary(lambda x: x.to(dtype=torch.int32))
     + unary(lambda x: x.float())
