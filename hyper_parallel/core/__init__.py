@@ -2,6 +2,7 @@
 """Meshes, placements, layouts and plans: pure Python values; no framework is ever imported."""
 
 from hyper_parallel.core.collective import Plan, Step
+from hyper_parallel.core.cost import Link, LinkModel
 from hyper_parallel.core.interval import chunk_bounds, chunk_sizes
 from hyper_parallel.core.layout import Layout, same_cut
 from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
@@ -19,6 +20,8 @@ from hyper_parallel.core.plan import plan
 __all__ = [
     "AbstractMesh",
     "Layout",
+    "Link",
+    "LinkModel",
     "Packed",
     "Partial",
     "Placement",

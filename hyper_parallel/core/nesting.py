@@ -236,12 +236,14 @@ class Overlap(NamedTuple):
         own: the least of it that a rank holds before it.
         lack: the most that a rank holds only after it.
         hot: the most of what a rank holds before it that the ranks of the group hold after it.
+        kept: the least of that which such a rank holds after it itself.
     """
 
     need: int
     own: int
     lack: int
     hot: int
+    kept: int
 
 
 @lru_cache(maxsize=65536)
@@ -252,20 +254,21 @@ def overlap(size: int, a: Chain, b: Chain, group: frozenset[int]) -> Overlap:
     """
     if a == b:
         most = largest(size, a)
-        return Overlap(most, most, 0, most)
+        return Overlap(most, most, 0, most, most)
     together = without(size, b, group)
     if together is None:
         first = next(i for i, step in enumerate(b) if step.axis in group)
         together = b[:first]
-    own, lack, hot = size, 0, 0
+    own, lack = size, 0
+    hottest = (0, 0)
     for places in places_of((a, b), only_some=True):
         before = held_by(size, a, tuple([places[step.axis] for step in a]))
         after = held_by(size, b, tuple([places[step.axis] for step in b]))
         wanted = held_by(size, together, tuple([places[step.axis] for step in together]))
         both = count(intersect(before, after))
         own, lack = min(own, both), max(lack, count(after) - both)
-        hot = max(hot, count(intersect(before, wanted)))
-    return Overlap(largest(size, b), own, lack, hot)
+        hottest = max(hottest, (count(intersect(before, wanted)), -both))
+    return Overlap(largest(size, b), own, lack, hottest[0], -hottest[1])
 
 
 def places_of(chains: tuple[Chain, ...], *, only_some: bool = False) -> Iterator[dict[int, int]]:

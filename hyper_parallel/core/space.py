@@ -220,25 +220,24 @@ class Space:
 
     def _swap_elements(self, here: int, there: int, group: Axes) -> tuple[int, int]:
         """Estimate the most elements that a rank receives, and that a rank sends."""
-        need = own = hot = lack = self._rest
+        need = own = hot = lack = kept = self._rest
         num_changed = 0
         for dim, i, j in zip(self._dims, self._ids[here], self._ids[there], strict=True):
             if i == j:
                 most = dim.largest[i]
-                need, own, hot, lack = need * most, own * most, hot * most, lack * most
+                need, own, lack = need * most, own * most, lack * most
+                hot, kept = hot * most, kept * most
             else:
                 found = dim.overlap(i, j, group)
-                need, own, hot = need * found.need, own * found.own, hot * found.hot
-                lack *= found.lack
+                need, own, lack = need * found.need, own * found.own, lack * found.lack
+                hot, kept = hot * found.hot, kept * found.kept
                 num_changed += 1
         sizes = self.problem.mesh_shape
         wanted, offered = 1, 1
-        num_ranks = 1
         for axis in group:
-            num_ranks *= sizes[axis]
             wanted *= 1 if axis in self._roles[there].cut else sizes[axis]
             offered *= 1 if axis in self._roles[here].cut else sizes[axis]
-        sent = hot * wanted * (num_ranks - 1) // (offered * num_ranks)
+        sent = hot * wanted // offered - kept
         return lack if num_changed == 1 else need - own, sent
 
     def _taken_out(self, number: int, axes: Axes) -> _Ids:
