@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from hyper_parallel.backends._torch.communicator import TorchCommunicator
@@ -21,7 +22,7 @@ from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
 from hyper_parallel.errors import BackendError, LayoutError, describe
-from hyper_parallel.runtime.interface import ArrayOps, Capabilities
+from hyper_parallel.runtime.interface import ArrayOps, Capabilities, Communicator
 from hyper_parallel.runtime.mesh import DeviceMesh
 
 __all__ = ["TorchBackend"]
@@ -97,10 +98,11 @@ class TorchBackend:
             groups = [handle.get_group(axis) for axis in axes]
             return TorchMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
 
-    def flatten_handle(self, handle: TorchMesh, name: str) -> TorchMesh:
-        """Give a 1-axis torch mesh over all ranks of `handle`; collective over those ranks."""
-        ranks = handle.mesh.flatten()
-        group = handle.get_group(0) if handle.ndim == 1 else _joint_group(ranks.tolist(), name)
+    def flatten_handle(self, mesh: DeviceMesh, name: str) -> TorchMesh:
+        """Give a 1-axis torch mesh over all ranks of `mesh`; collective over those ranks."""
+        axes = tuple(range(mesh.ndim))
+        group = mesh.handle.get_group(0) if mesh.ndim == 1 else _joint_group(mesh, axes)
+        ranks = mesh.handle.mesh.flatten()
         return TorchMesh.from_group([group], self.device_type, ranks, mesh_dim_names=(name,))
 
     def adopt_groups(
@@ -148,24 +150,11 @@ class TorchBackend:
             uneven=self.capabilities.uneven_gather,
         )
 
-    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> TorchCommunicator:
-        """Make the group of several axes for this rank; collective over its ranks.
-
-        Where the default group is bound to a device, all ranks of the mesh make all its groups
-        together: such groups are split from the default one.
-        """
-        ranks = mesh.submesh_ranks(axes, rank=dist.get_rank())
-        name = "_".join(mesh.axis_names[axis] for axis in axes)
-        world = cast(dist.ProcessGroup, dist.group.WORLD)
-        if world.bound_device_id is None or mesh.size() < dist.get_world_size():
-            group = _joint_group(list(ranks), name)
-        else:
-            rows = dict.fromkeys(mesh.submesh_ranks(axes, rank=rank) for rank in mesh.ranks)
-            groups = {row: dist.new_group(list(row), group_desc=f"mesh_{name}") for row in rows}
-            group = cast(dist.ProcessGroup, groups[ranks])
+    def joint_communicator(self, mesh: Any, axes: tuple[int, ...]) -> TorchCommunicator:
+        """Make the group of several axes for this rank; collective over its ranks."""
         return TorchCommunicator(
-            group,
-            ranks,
+            _joint_group(mesh, axes),
+            mesh.submesh_ranks(axes, rank=dist.get_rank()),
             self.device_type,
             dtypes=self.dtypes,
             uneven=self.capabilities.uneven_gather,
@@ -196,23 +185,40 @@ def _slice(handle: TorchMesh, axes: Sequence[int]) -> torch.Tensor:
     return ranks[tuple(place[axis] for axis in other)].contiguous()
 
 
-def _joint_group(ranks: list[int], name: str) -> dist.ProcessGroup:
-    """Give a group of `ranks`, made by these ranks alone; the default group if it is all."""
+def _joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
+    """Give a group over several axes, made by its ranks alone; the default group if it is all."""
+    ranks = list(mesh.submesh_ranks(axes, rank=dist.get_rank()))
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     if len(ranks) == dist.get_world_size():
         return world
     if world.bound_device_id is not None:
         raise BackendError(
             describe(
-                "flatten",
-                "the default process group must not be bound to a device",
-                "Make the flat mesh with DeviceMesh on every rank, or start the default group"
-                " without device_id",
+                "DeviceMesh",
+                "the default process group must not be bound to a device to join mesh axes",
+                "Start the default group without device_id",
                 device_id=str(world.bound_device_id),
             )
         )
+    _level_group_counts([mesh.communicator(axis) for axis in axes if mesh.shape[axis] > 1])
+    name = "_".join(mesh.axis_names[axis] for axis in axes)
     group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"mesh_{name}")
     return cast(dist.ProcessGroup, group)
+
+
+def _level_group_counts(communicators: Sequence[Communicator]) -> None:
+    """Give all ranks that can be reached over these axes the same number of groups.
+
+    torch names a group that its members alone make by their ranks and by how many groups a process
+    has. Members that have different numbers wait for each other under different names, for ever. So
+    those that have fewer add groups of their own rank only, which take no peer and no connection.
+    """
+    names: dict[Any, Any] = distributed_c10d._world.pg_names
+    count = len(names)
+    for comm in communicators:
+        count = max(n for (n,) in comm.all_gather_ints([count]))
+    while len(names) < count:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="level")
 
 
 def _check_groups(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> None:

@@ -131,16 +131,17 @@ class SimulatedBackend:
         )
         return SimulatedMesh(mesh, tuple(handle.serials[axis] for axis in axes))
 
-    def flatten_handle(self, handle: SimulatedMesh, name: str) -> SimulatedMesh:
-        """Make the joint group of the handle's ranks, each of which calls this."""
+    def flatten_handle(self, mesh: Any, name: str) -> SimulatedMesh:
+        """Make the joint group of the mesh's ranks, each of which calls this."""
+        handle: SimulatedMesh = mesh.handle
         whole = handle.mesh
-        mesh = AbstractMesh(
+        flat = AbstractMesh(
             whole.device_type, (whole.size(),), ranks=whole.ranks, mesh_dim_names=(name,)
         )
         if whole.ndim == 1 or whole.coordinate(self.rank()) is None:
-            return SimulatedMesh(mesh, handle.serials[:1])
+            return SimulatedMesh(flat, handle.serials[:1])
         call = Call.of("flatten", shape=whole.shape, names=whole.mesh_dim_names, name=name)
-        return SimulatedMesh(mesh, (self._make_groups(whole.ranks, call),))
+        return SimulatedMesh(flat, (self._make_groups(whole.ranks, call),))
 
     def wrap_mesh(self, mesh: Any) -> Any:
         """Refuse the framework's mesh: it has no simulated groups.

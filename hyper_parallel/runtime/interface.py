@@ -171,7 +171,7 @@ class Backend(Protocol):
         """Give the handle of a submesh; makes no group."""
         ...
 
-    def flatten_handle(self, handle: Any, name: str) -> Any:
+    def flatten_handle(self, mesh: Any, name: str) -> Any:
         """Give the handle of the flattened mesh, making its groups at the first call."""
         ...
 

@@ -195,7 +195,7 @@ class DeviceMesh(AbstractMesh):
             abstract = AbstractMesh(
                 self.device_type, (self.size(),), ranks=self.ranks, mesh_dim_names=(name,)
             )
-            handle = self.backend.flatten_handle(self._handle, name)
+            handle = self.backend.flatten_handle(self, name)
             found = DeviceMesh.attached(abstract, self.backend, handle, self._parent or self)
             self._slices["flatten", name] = found
         return found

@@ -195,3 +195,18 @@ def small(size: int) -> list[list[float]]:
     mesh = init_device_mesh("cpu", (2 // size, size))
     one = torch.ones(1)
     return [mesh.communicator(axis).all_reduce(one.clone()).tolist() for axis in (0, 1)]
+
+
+def flat_after_uneven_groups():
+    """Join axes where ranks belong to different numbers of groups, which torch alone hangs on."""
+    dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    flat = mesh["dp", "cp"].flatten("data")
+    total = flat.communicator(0).all_reduce(torch.tensor([float(dist.get_rank())]))
+    return flat.ranks, total.item()
+
+
+def test_axes_are_joined_where_ranks_have_different_numbers_of_groups(procs4):
+    assert procs4.run(flat_after_uneven_groups) == [
+        ((0, 2), 2.0), ((1, 3), 4.0), ((0, 2), 2.0), ((1, 3), 4.0)
+    ]  # fmt: skip
