@@ -15,7 +15,7 @@ from hyper_parallel.dtensor.read import (
     read_mesh,
     read_placements,
     refuse_integer_average,
-    refuse_torch_dtensor,
+    refuse_other_tensors,
 )
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import LayoutError, describe
@@ -64,10 +64,19 @@ def distribute_tensor(
         [(2, 3), (2, 3), (1, 3), (0, 3)]
     """
     where = "distribute_tensor"
-    refuse_torch_dtensor(tensor, where)
+    refuse_other_tensors(tensor, where)
     mesh = read_mesh(device_mesh, where)
     layout = Layout(mesh, read_placements(placements, mesh, where), tuple(tensor.shape))
     refuse_integer_average(tensor.dtype, layout.placements, where)
+    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
+        raise LayoutError(
+            describe(
+                where,
+                f"src_data_rank must be a position on every axis of {mesh!r}, or None",
+                "Pass the position whose data counts",
+                src_data_rank=src_data_rank,
+            )
+        )
     if isinstance(tensor, DTensor):
         if tensor.layout == layout:
             return tensor

@@ -8,7 +8,7 @@ the autograd engine itself makes below it (sums of gradients, detached copies).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
@@ -37,7 +37,7 @@ _NATIVE = frozenset(
 
 def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Serve one torch call that has a DTensor among its arguments."""
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]
     if name in ("__get__", "__set__"):
         attribute = getattr(func.__self__, "__name__", "")
         if attribute == "data":
@@ -49,6 +49,8 @@ def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dic
     if name in _NATIVE:
         with without_torch_function():
             return func(*args, **kwargs)
+    if getattr(func, "__module__", "").startswith("torch.distributed."):
+        _refuse_collective(name)
     special = _SPECIAL.get(func)
     if special is not None:
         return special(cls, *args, **kwargs)
@@ -64,6 +66,19 @@ def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dic
     if inplace.is_in_place(name, kwargs):
         return inplace.run(cls, func, name, args, kwargs)
     return ops.run(cls, func, args, kwargs)
+
+
+def _refuse_collective(name: str) -> NoReturn:
+    """Refuse torch's own collectives, which would run on a copy and lose the result."""
+    raise LayoutError(
+        describe(
+            f"torch.distributed.{name}",
+            "the tensor must be plain",
+            "Call it on to_local() to work on this rank's part; to reduce or gather a DTensor,"
+            " use redistribute",
+            tensor="DTensor",
+        )
+    )
 
 
 def _data(cls: type[Any], which: str, tensor: Any, value: Any = None) -> Any:
@@ -93,6 +108,8 @@ def _detach(cls: type[Any], tensor: Any) -> Any:
     detached = cls(tensor._local.detach(), tensor._layout)
     if tensor._write_is_lost:
         detached._write_is_lost = True
+    if tensor._is_scattered:
+        detached._is_scattered = True
     return detached
 
 

@@ -15,10 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta, refuse_random
 from hyper_parallel.dtensor.local_op import apply
 from hyper_parallel.dtensor.masked import masked_embedding
-from hyper_parallel.dtensor.moves import Redistribute
+from hyper_parallel.dtensor.moves import FromLocal, Redistribute
 from hyper_parallel.dtensor.signatures import bind_call, op_name
 from hyper_parallel.errors import LayoutError, describe
 
@@ -30,6 +31,8 @@ _VIEWS = frozenset(
     " diagonal unfold real imag as_strided detach".split()
 )
 _MAY_COPY = frozenset("view reshape flatten unflatten".split())
+# Views that are not contiguous, though their local part may be.
+_SCATTERING = _VIEWS - _MAY_COPY - frozenset("detach squeeze unsqueeze ravel".split())
 
 
 def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,6 +60,8 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         rest = {key: value for key, value in kwargs.items() if key != "requires_grad"}
         return run(cls, func, args, rest).detach().requires_grad_()
     flat, tree = tree_flatten((args, kwargs))
+    if _lift_scalars(cls, flat):
+        args, kwargs = tree_unflatten(flat, tree)
     slots = [i for i, leaf in enumerate(flat) if isinstance(leaf, cls)]
     _refuse_plain(cls, name, flat)
     if kwargs:
@@ -87,10 +92,12 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     elif has_rule:
         result = apply(cls, call, spec, moved)
     else:
-        with _NoDraws(name):
+        with _Watch(name, tensors, moved):
             result = apply(cls, call, spec, moved)
     if name in _VIEWS or not has_rule:
         _mark_copies(cls, name, tensors, moved, result)
+    if name in _SCATTERING or tensors[0]._is_scattered:
+        result = _own_memory(cls, name, tensors[0], result)
     return result
 
 
@@ -125,12 +132,34 @@ def _local_call(
     return func(*args, **kwargs)
 
 
-class _NoDraws(TorchDispatchMode):
-    """Refuse random ops before they draw, while an op without a rule runs."""
+def _lift_scalars(cls: type[Any], flat: list[Any]) -> bool:
+    """Make 0-dim plain tensors that need a gradient replicated DTensors, so that they get it."""
+    if not torch.is_grad_enabled():
+        return False
+    plain = [
+        i
+        for i, leaf in enumerate(flat)
+        if isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, cls)
+        and not leaf.ndim
+        and leaf.requires_grad
+    ]
+    if plain:
+        mesh = next(leaf for leaf in flat if isinstance(leaf, cls))._layout.mesh  # type: ignore[attr-defined]
+        whole = Layout(mesh, (Replicate(),) * mesh.ndim, ())
+        for i in plain:
+            flat[i] = FromLocal.apply(cls, flat[i], whole, None)
+    return bool(plain)
 
-    def __init__(self, name: str) -> None:
+
+class _Watch(TorchDispatchMode):
+    """While an op without a rule runs: refuse random ops, and writes to gathered operands."""
+
+    def __init__(self, name: str, given: Sequence[Any], moved: Sequence[Any]) -> None:
         super().__init__()
         self.name = name
+        pairs = zip(given, moved, strict=True)
+        self.copies = {_storage(now._local) for was, now in pairs if now is not was}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,7 +170,27 @@ class _NoDraws(TorchDispatchMode):
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             refuse_random(self.name)
+        if self.copies and func._schema.is_mutable:
+            self._refuse_lost_writes(func, args)
         return func(*args, **(kwargs or {}))
+
+    def _refuse_lost_writes(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuse an op that writes into the gathered copy of an operand."""
+        written = [
+            tensor
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_flatten(value)[0]
+        ]
+        if any(isinstance(t, torch.Tensor) and _storage(t) in self.copies for t in written):
+            raise LayoutError(
+                describe(
+                    f"DTensor op {self.name!r}",
+                    "an op without a rule must not write into a DTensor that is not replicated",
+                    "Call it on the local part, to_local(), or on a plain tensor",
+                    writes=str(func),
+                )
+            )
 
 
 def _outside(cls: type[Any], name: str, whole: Any, spec: Spec, tensors: Sequence[Any]) -> Any:
@@ -204,6 +253,18 @@ def _mark_copies(
                 value._write_is_lost = True  # type: ignore[attr-defined]
 
 
+def _own_memory(cls: type[Any], name: str, source: Any, result: Any) -> Any:
+    """Mark scattered views; copy where `contiguous` must, though the local part need not be."""
+    if name == "contiguous" and isinstance(result, cls):
+        shares = _storage(result._local) == _storage(source._local)  # type: ignore[attr-defined]
+        return result.clone() if shares else result  # type: ignore[attr-defined]
+    if name in _VIEWS:
+        for value in tree_flatten(result)[0]:
+            if isinstance(value, cls):
+                value._is_scattered = True  # type: ignore[attr-defined]
+    return result
+
+
 def _storage(local: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
@@ -213,7 +274,10 @@ def _storage(local: torch.Tensor) -> int:
 
 def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
     """Refuse options that write into an operand, or whose gradient is not dense."""
-    for option in ("inplace", "max_norm", "sparse"):
+    writes = ("inplace", "max_norm", "sparse")
+    if name in ("batch_norm", "instance_norm"):  # they update running statistics
+        writes = ("training", "use_input_stats")
+    for option in writes:
         if kwargs.get(option):
             raise LayoutError(
                 describe(

@@ -22,7 +22,7 @@ __all__ = [
     "read_placement",
     "read_placements",
     "refuse_integer_average",
-    "refuse_torch_dtensor",
+    "refuse_other_tensors",
 ]
 
 
@@ -32,12 +32,21 @@ def is_torch_dtensor(tensor: Any) -> bool:
     return package is not None and isinstance(tensor, package.DTensor)
 
 
-def refuse_torch_dtensor(tensor: Any, where: str) -> None:
-    """Refuse torch's own DTensor where a plain tensor or one of ours belongs.
+def refuse_other_tensors(tensor: Any, where: str) -> None:
+    """Refuse what is no tensor, and torch's own DTensor, where a plain one or ours belongs.
 
     Raises:
-        LayoutError: it is one.
+        LayoutError: it is one of these.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(
+            describe(
+                where,
+                "the tensor must be a torch.Tensor",
+                "Make one with torch.as_tensor",
+                tensor=type(tensor).__name__,
+            )
+        )
     if is_torch_dtensor(tensor):
         raise LayoutError(
             describe(
@@ -152,8 +161,14 @@ def layout_of_local(
         LayoutError: the local shape does not fit, or an average of integers is asked for.
     """
     where = "DTensor.from_local"
-    refuse_torch_dtensor(local, where)
+    refuse_other_tensors(local, where)
     refuse_integer_average(local.dtype, placements, where)
+    if shape is not None and not all(isinstance(size, int) for size in _sequence(shape)):
+        raise LayoutError(
+            describe(
+                where, "shape must be a sequence of ints", "Pass the global shape", shape=shape
+            )
+        )
     if shape is None:
         shape = _even_shape(local, mesh, placements)
         layout = Layout(mesh, placements, shape)
@@ -182,6 +197,10 @@ def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], 
                 dtype=dtype,
             )
         )
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, Sequence) else ("",)
 
 
 def _even_shape(

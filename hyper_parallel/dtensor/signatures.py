@@ -138,7 +138,7 @@ class BoundCall:
 
 def op_name(func: Any) -> str:
     """Give the rule-table name of a torch function or method."""
-    name = getattr(func, "__name__", str(func))
+    name = getattr(func, "__name__", str(func)).partition(".")[0]  # torch.ops.aten.mul.Scalar
     if name == "__get__":
         name = getattr(func.__self__, "__name__", name)
     if name in _CASTS:

@@ -19,12 +19,21 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout, Placement
+from hyper_parallel.core import (
+    Layout,
+    Packed,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from hyper_parallel.dtensor import dispatch
 from hyper_parallel.dtensor.moves import FromLocal, Redistribute, ToLocal, move
 from hyper_parallel.dtensor.read import layout_of_local, read_mesh, read_placements
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
+from hyper_parallel.runtime.mesh import restore_mesh
 
 __all__ = ["DTensor"]
 
@@ -53,6 +62,8 @@ class DTensor(torch.Tensor):
     _layout: Layout
     _shown_grad: tuple[torch.Tensor, DTensor] | None = None
     _write_is_lost: bool = False
+    # Whether it is a view that a dense tensor would not have contiguous; see ops.py.
+    _is_scattered: bool = False
     """A view of a gathered copy; see [Note: lost writes] in ops.py."""
 
     @staticmethod
@@ -413,3 +424,9 @@ def _rebuild(local: torch.Tensor, layout: Layout, requires_grad: bool, is_param:
     if is_param:
         tensor._is_param = True  # type: ignore[attr-defined]
     return tensor
+
+
+# What a saved DTensor is made of, so that torch.load reads it with weights_only=True, its default.
+torch.serialization.add_safe_globals(
+    [_rebuild, restore_mesh, Layout, Replicate, Shard, StridedShard, Packed, Partial]
+)

@@ -12,7 +12,14 @@ from hyper_parallel.dtensor.interop import is_torch_dtensor, local_of
 from hyper_parallel.errors import HyperParallelError, LayoutError, PlanError, describe
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["first_tensor", "local_shard", "refuse_missing", "refuse_other_mesh", "relocate"]
+__all__ = [
+    "first_tensor",
+    "local_shard",
+    "refuse_compile",
+    "refuse_missing",
+    "refuse_other_mesh",
+    "relocate",
+]
 
 
 def relocate(error: HyperParallelError, where: str) -> NoReturn:
@@ -41,6 +48,21 @@ def local_shard(param: torch.Tensor, where: str) -> torch.Tensor:
             "Distribute a new one with distribute_tensor before assigning it",
             parameter=type(param).__name__,
             shape=tuple(param.shape),
+        )
+    )
+
+
+def refuse_compile(where: str) -> NoReturn:
+    """Refuse to be traced by torch.compile, which would lose the gradients of our parameters.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(
+        describe(
+            where,
+            "a parallel module must not be traced by torch.compile",
+            "Compile the parts between parallel modules, or leave torch.compile out",
         )
     )
 

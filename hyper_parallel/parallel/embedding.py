@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_compiling
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
@@ -20,6 +21,7 @@ from hyper_parallel.errors import LayoutError, PlanError, describe
 from hyper_parallel.parallel.checks import (
     first_tensor,
     local_shard,
+    refuse_compile,
     refuse_missing,
     refuse_other_mesh,
     relocate,
@@ -72,6 +74,8 @@ class EmbeddingForward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Look up plain ids, or ids in a DTensor."""
+        if is_compiling():
+            refuse_compile(self.where)
         try:
             return self._forward(input)
         except LayoutError as error:

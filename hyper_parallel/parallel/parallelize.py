@@ -73,6 +73,15 @@ def parallelize_module(
         >>> run()
         [True, True]
     """
+    if not isinstance(module, nn.Module):
+        raise PlanError(
+            describe(
+                _WHERE,
+                "module must be an nn.Module",
+                "Pass the model, then the mesh, then the plan",
+                module=type(module).__name__,
+            )
+        )
     mesh = one_axis_mesh(device_mesh, _WHERE)
     mesh.get_local_rank()
     _check_source(src_data_rank, mesh)

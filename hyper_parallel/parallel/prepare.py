@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from hyper_parallel.core import Placement
 from hyper_parallel.dtensor.read import read_placement
-from hyper_parallel.errors import PlanError, describe
+from hyper_parallel.errors import PlanError, describe, near_names
 from hyper_parallel.parallel.edge import arrange, give
 from hyper_parallel.parallel.style import ParallelStyle
 from hyper_parallel.runtime import DeviceMesh
@@ -145,10 +146,44 @@ class PrepareModuleInput(_PrepareStyle):
             desired_input_kwarg_layouts=self.desired_input_kwarg_layouts,
         )
 
+    def validate_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuse names in input_kwarg_layouts that the module's forward does not have.
+
+        Raises:
+            PlanError: as said.
+        """
+        params = inspect.signature(type(module).forward).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in params.values())
+        unknown = [name for name in self.input_kwarg_layouts if name not in params]
+        if unknown and not takes_any:
+            near = near_names(unknown[0], list(params))
+            raise PlanError(
+                describe(
+                    self.where(),
+                    "input_kwarg_layouts must name arguments of the module's forward",
+                    f"Did you mean {near[0]!r}"
+                    if near
+                    else f"Its arguments are {list(params)[1:]}",
+                    input_kwarg_layouts=unknown,
+                )
+            )
+
     def transform_inputs_pre_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the inputs."""
+        if self.input_kwarg_layouts and self.input_layouts is None and args:
+            given = list(inspect.signature(type(module).forward).parameters)[1 : len(args) + 1]
+            positional = [name for name in given if name in self.input_kwarg_layouts]
+            if positional:
+                raise PlanError(
+                    describe(
+                        self.where(),
+                        "inputs in input_kwarg_layouts must be passed by keyword",
+                        "Pass them by keyword, or declare them in input_layouts",
+                        positional=positional,
+                    )
+                )
         if self.input_layouts is not None:
             if len(args) != len(self.input_layouts):
                 raise PlanError(
@@ -276,6 +311,10 @@ class PrepareModuleInputOutput(_PrepareStyle):
             use_local_output=use_local_output,
             even_shards=even_shards,
         )
+
+    def validate_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuse what PrepareModuleInput refuses."""
+        self.prepare_module_input.validate_module(module, mesh)
 
     def transform_inputs_pre_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]

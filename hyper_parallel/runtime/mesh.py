@@ -14,7 +14,7 @@ from hyper_parallel.errors import BackendError, LayoutError, describe
 from hyper_parallel.runtime.interface import Backend, Communicator
 from hyper_parallel.runtime.registry import backend_for
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "restore_mesh"]
 
 _stack = threading.local()
 # Every mesh in use, by identity, in the order they were made; unpickling finds an equal one.
@@ -160,7 +160,16 @@ class DeviceMesh(AbstractMesh):
         Raises:
             LayoutError: the mesh has no names, or not these.
         """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = (names,) if isinstance(names, str) else names
+        if not isinstance(wanted, tuple) or not all(isinstance(n, str) for n in wanted):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(
+                describe(
+                    "DeviceMesh",
+                    "a mesh is sliced by the names of axes",
+                    f"Use mesh[name], or mesh[name, name], of {self.mesh_dim_names}",
+                    names=names,
+                )
+            )
         if wanted == self.mesh_dim_names:
             return self
         found = self._slices.get(wanted)
@@ -272,16 +281,20 @@ class DeviceMesh(AbstractMesh):
         return self
 
     def __reduce__(self) -> Any:
-        return DeviceMesh._find, self._key()
+        return restore_mesh, self._key()
 
     @staticmethod
-    def _find(
+    def find(
         device_type: str,
         shape: tuple[int, ...],
         ranks: tuple[int, ...],
         names: tuple[str, ...] | None,
     ) -> DeviceMesh:
-        """Find this process's mesh that equals a pickled one: unpickling must not communicate."""
+        """Find this process's newest mesh that equals a pickled one; makes no group.
+
+        Raises:
+            LayoutError: there is none.
+        """
         backend = backend_for(device_type)
         key, here = (device_type, shape, ranks, names), (backend, backend.rank())
         found = [m for m in _live.values() if m._key() == key and (m.backend, m._my_rank) == here]
@@ -295,6 +308,16 @@ class DeviceMesh(AbstractMesh):
                 )
             )
         return found[-1]
+
+
+def restore_mesh(
+    device_type: str,
+    shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    names: tuple[str, ...] | None,
+) -> DeviceMesh:
+    """Unpickle a mesh, which must not communicate."""
+    return DeviceMesh.find(device_type, shape, ranks, names)
 
 
 def init_device_mesh(
@@ -331,6 +354,15 @@ def init_device_mesh(
         >>> coordinates()
         [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
+    if isinstance(mesh_shape, int) or not all(isinstance(n, int) for n in mesh_shape):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(
+            describe(
+                "init_device_mesh",
+                "mesh_shape must be a tuple of ints",
+                "Pass the number of ranks along each axis, such as (2,) or (2, 4)",
+                mesh_shape=mesh_shape,
+            )
+        )
     shape = tuple(mesh_shape)
     ranks = nest_ranks(range(math.prod(shape)), shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names)

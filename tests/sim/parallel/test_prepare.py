@@ -297,3 +297,29 @@ def test_styles_show_their_options():
     assert "output_layouts=(S(1),), desired_output_layouts=(R,), use_local_output=False" in repr(
         style
     )
+
+
+class Masked(nn.Module):
+    """A module with a keyword input."""
+
+    def forward(self, x, mask=None):
+        return x if mask is None else x * mask
+
+
+def masked_style(name):
+    return PrepareModuleInput(
+        input_kwarg_layouts={name: Shard(0)}, desired_input_kwarg_layouts={name: Replicate()}
+    )
+
+
+@simulate(2)
+def test_a_misspelt_keyword_is_refused_when_the_style_is_applied():
+    with pytest.raises(PlanError, match=r"must name arguments of .* Did you mean 'mask'"):
+        masked_style("maks").apply(Masked(), init_device_mesh("cpu", (2,)))
+
+
+@simulate(2)
+def test_a_keyword_input_passed_by_position_is_refused():
+    net = masked_style("mask").apply(Masked(), init_device_mesh("cpu", (2,)))
+    with pytest.raises(PlanError, match="must be passed by keyword"):
+        net(torch.ones(2), torch.ones(2))
