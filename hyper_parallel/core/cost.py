@@ -71,6 +71,9 @@ class LinkModel:
             mesh_shape: number of ranks along each mesh axis.
             axes: the axes whose ranks take part.
             size: bytes that the busiest rank receives (or sends, if that is more).
+
+        Returns:
+            Seconds.
         """
         fixed, per_byte = self.terms(mesh_shape, axes)
         return fixed + size * per_byte
@@ -84,6 +87,9 @@ def elements_moved(kind: str, num_ranks: int, before: int, after: int) -> int:
         num_ranks: the size of the group.
         before: the most elements that a rank holds before.
         after: the most elements that a rank holds after.
+
+    Returns:
+        The number of elements.
     """
     whole = after if kind == "all_gather" else before
     share = whole - whole // num_ranks

@@ -62,6 +62,9 @@ def transfers(step: Step, rank: int) -> Transfers:
         step: an all_to_all, or an exchange between meshes.
         rank: a global rank of the meshes.
 
+    Returns:
+        What it sends and receives, by rank of the group.
+
     Example:
         >>> from hyper_parallel.core import AbstractMesh, Layout, Shard, plan
         >>> mesh = AbstractMesh("cpu", (2,))

@@ -64,6 +64,9 @@ def cut(
         num_chunks: number of chunks of each part.
         index: which chunk to keep.
 
+    Returns:
+        The kept indices.
+
     Example:
         >>> cut(((0, 8),), ((4, 1), (4, 1)), 2, 1)
         ((2, 4), (6, 8))

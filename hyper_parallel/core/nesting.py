@@ -177,6 +177,9 @@ def without(size: int, chain: Chain, axes: frozenset[int]) -> Chain | None:
         size: the dim's size.
         chain: a canonical chain.
         axes: the axes to take out; those that do not cut are ignored.
+
+    Returns:
+        The chain, or None.
     """
     kept = list(chain)
     while kept and kept[-1].axis in axes:

@@ -132,6 +132,9 @@ class DeviceMesh(AbstractMesh):
             axis: the position of one axis, or several in ascending order; their joint group lists
                 its ranks row-major by coordinate.
 
+        Returns:
+            The collectives; the same object each time.
+
         Communicates:
             Makes the joint group of several axes at the first call; collective over its ranks.
         """

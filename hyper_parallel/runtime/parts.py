@@ -29,6 +29,9 @@ def consecutive(
         regions: the parts, in order; together they are the array.
         shape: the array's shape.
 
+    Returns:
+        The dim and the sizes, or None.
+
     Example:
         >>> consecutive([(((0, 3),),), (((3, 5),),)], (5,))
         (0, (3, 2))
@@ -81,6 +84,9 @@ def packer(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> Ru
         ops: the backend's array operations.
         regions: the parts, in order.
         shape: the shape of the array that holds them.
+
+    Returns:
+        The function.
     """
     full = tuple(shape)
     along = consecutive(regions, full)
@@ -110,6 +116,9 @@ def unpacker(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> 
         ops: the backend's array operations.
         regions: where the parts belong, in the order of the buffer.
         shape: the shape of the array.
+
+    Returns:
+        The function.
     """
     full = tuple(shape)
     along = consecutive(regions, full)

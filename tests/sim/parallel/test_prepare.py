@@ -315,7 +315,7 @@ def masked_style(name):
 @simulate(2)
 def test_a_misspelt_keyword_is_refused_when_the_style_is_applied():
     with pytest.raises(PlanError, match=r"must name arguments of .* Did you mean 'mask'"):
-        masked_style("maks").apply(Masked(), init_device_mesh("cpu", (2,)))
+        masked_style("maskk").apply(Masked(), init_device_mesh("cpu", (2,)))
 
 
 @simulate(2)
