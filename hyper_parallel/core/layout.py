@@ -18,7 +18,15 @@ from hyper_parallel.core.nesting import (
     places_of,
     sizes_left,
 )
-from hyper_parallel.core.placement import Packed, Partial, Placement, Shard, cotangent, normalize
+from hyper_parallel.core.placement import (
+    Packed,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    cotangent,
+    normalize,
+)
 from hyper_parallel.errors import LayoutError, describe
 
 __all__ = ["Layout", "same_cut"]
@@ -105,6 +113,11 @@ class Layout:
     def cotangent(self) -> Layout:
         """The layout of a gradient: Partial becomes Replicate."""
         return replace(self, placements=cotangent(self.placements)) if self.has_partial else self
+
+    @cached_property
+    def replicated(self) -> Layout:
+        """The layout in which every rank holds the whole value."""
+        return replace(self, placements=(Replicate(),) * self.mesh.ndim, order=())
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:

@@ -114,7 +114,7 @@ class _Distribute(torch.autograd.Function):
         refuse_create_graph("distribute_tensor")
         layout = ctx.layout.cotangent
         local, lies = (grad._local, grad._layout) if isinstance(grad, DTensor) else (grad, layout)
-        whole = layout.with_placements((Replicate(),) * layout.mesh.ndim)
+        whole = layout.replicated
         return move(local, lies, whole), None, None
 
 
@@ -122,7 +122,7 @@ def _cut(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> tor
     """Give this rank's part of a whole tensor."""
     mesh = layout.mesh
     assert isinstance(mesh, DeviceMesh)  # noqa: S101
-    whole = layout.with_placements((Replicate(),) * mesh.ndim)
+    whole = layout.replicated
     if src_data_rank is None or mesh.size() == 1:
         local = move(tensor, whole, layout)
         return local.clone() if local is tensor else local

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.core import Layout
 from hyper_parallel.core.factor import BoundRule, bind
 from hyper_parallel.core.propagate import Decision, propagate
 from hyper_parallel.dtensor.signatures import BoundCall
@@ -285,7 +285,7 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
             + (" Move them first if that is too much." if has_rule else f" Teach it with {fix}."),
             stacklevel=_frames_of_ours(),
         )
-    whole = tuple(t._layout.with_placements((Replicate(),) * t._layout.mesh.ndim) for t in tensors)
+    whole = tuple(t._layout.replicated for t in tensors)
     return Spec(inputs=whole, outputs=None, gradients=whole)
 
 

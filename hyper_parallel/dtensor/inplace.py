@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.errors import LayoutError, RuleError, describe
 
@@ -169,7 +169,7 @@ def _operand(cls: type[Any], where: str, target: Any, value: Any, is_copy: bool)
         _refuse_other_mesh(where, layout, own)
         if value.ndim == 0 or (layout.is_replicated and value.shape != target.shape):
             # Broadcast: every rank needs the whole of it.
-            layout = own.with_placements((Replicate(),) * own.mesh.ndim)
+            layout = own.replicated
         if layout.shape == own.shape:
             return move(value._local, own, layout)  # type: ignore[attr-defined]
     elif value.ndim == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.inplace import POINTWISE, refuse_gradient, refuse_lost_write
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.errors import LayoutError, RuleError, describe
@@ -122,7 +122,7 @@ def _list_operand(
 
 
 def _whole(layout: Layout) -> Layout:
-    return layout.with_placements((Replicate(),) * layout.mesh.ndim)
+    return layout.replicated
 
 
 def _share_found(layouts: list[Layout | None], found: torch.Tensor) -> None:

@@ -320,7 +320,12 @@ class DTensor(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient: a DTensor in this tensor's cotangent layout, or None."""
+        """The gradient: a DTensor in this tensor's cotangent layout, or None.
+
+        Communicates:
+            Nothing, but where a user's own autograd.Function left a gradient in another layout:
+            then the first reading moves it, so read it on every rank.
+        """
         with dispatch.without_torch_function():
             raw = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
         if raw is None:
