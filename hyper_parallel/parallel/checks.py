@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.compiler import is_compiling
 
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import is_torch_dtensor, local_of
 from hyper_parallel.errors import HyperParallelError, LayoutError, PlanError, describe
 from hyper_parallel.runtime import DeviceMesh
 
+_compile_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
+
 __all__ = [
     "first_tensor",
+    "is_watched",
+    "keep_out_of_compile",
     "local_shard",
-    "refuse_compile",
     "refuse_missing",
     "refuse_other_mesh",
     "relocate",
@@ -52,19 +57,31 @@ def local_shard(param: torch.Tensor, where: str) -> torch.Tensor:
     )
 
 
-def refuse_compile(where: str) -> NoReturn:
-    """Refuse to be traced by torch.compile, which would lose the gradients of our parameters.
+def keep_out_of_compile(
+    forward: Callable[..., Any], where: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a forward outside of torch.compile, which cannot follow our parameters' gradients.
+
+    Called while it is traced, this raises, so that the graph breaks; called in the eager run that
+    follows, it switches the compiler off for the forward and all inside it.
 
     Raises:
-        PlanError: always.
+        PlanError: it is being traced.
     """
-    raise PlanError(
-        describe(
-            where,
-            "a parallel module must not be traced by torch.compile",
-            "Compile the parts between parallel modules, or leave torch.compile out",
+    if is_compiling():
+        raise PlanError(
+            describe(
+                where,
+                "a parallel module must not be traced by torch.compile",
+                "Compile the parts between parallel modules, or leave torch.compile out",
+            )
         )
-    )
+    return torch.compiler.disable(forward)(*args, **kwargs)
+
+
+def is_watched() -> bool:
+    """Tell whether torch.compile traces this call, or watches the frames that it makes."""
+    return is_compiling() or callable(_compile_callback())
 
 
 def refuse_missing(name: object, where: str) -> NoReturn:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.compiler import is_compiling
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
@@ -20,8 +19,9 @@ from hyper_parallel.dtensor.masked import masked_embedding
 from hyper_parallel.errors import LayoutError, PlanError, describe
 from hyper_parallel.parallel.checks import (
     first_tensor,
+    is_watched,
+    keep_out_of_compile,
     local_shard,
-    refuse_compile,
     refuse_missing,
     refuse_other_mesh,
     relocate,
@@ -74,8 +74,8 @@ class EmbeddingForward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Look up plain ids, or ids in a DTensor."""
-        if is_compiling():
-            refuse_compile(self.where)
+        if is_watched():
+            return keep_out_of_compile(self.__call__, self.where, (input,), {})
         try:
             return self._forward(input)
         except LayoutError as error:

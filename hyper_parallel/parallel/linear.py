@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.compiler import is_compiling
 
 from hyper_parallel.core import Layout, Partial, Placement, Plan, Replicate, Shard, plan
 from hyper_parallel.dtensor import DTensor
@@ -29,8 +28,9 @@ from hyper_parallel.dtensor.moves import move, refuse_create_graph
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.parallel.checks import (
     first_tensor,
+    is_watched,
+    keep_out_of_compile,
     local_shard,
-    refuse_compile,
     refuse_missing,
     refuse_other_mesh,
     relocate,
@@ -86,8 +86,8 @@ class LinearForward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer to a plain local tensor or a DTensor."""
-        if is_compiling():
-            refuse_compile(self.where)
+        if is_watched():
+            return keep_out_of_compile(self.__call__, self.where, (input,), {})
         params = self.module._parameters
         try:
             weight, bias = params["weight"], params["bias"]

@@ -18,14 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 
 from hyper_parallel.core import Layout, Placement
 from hyper_parallel.dtensor import DTensor, distribute_tensor
 from hyper_parallel.dtensor.interop import is_torch_dtensor, own_parameters
 from hyper_parallel.dtensor.read import one_axis_mesh
 from hyper_parallel.errors import HyperParallelError, PlanError, describe
-from hyper_parallel.parallel.checks import refuse_compile, relocate
+from hyper_parallel.parallel.checks import is_watched, keep_out_of_compile, relocate
 from hyper_parallel.parallel.sizes import ScopedForward
 from hyper_parallel.runtime import DeviceMesh
 
@@ -263,8 +262,8 @@ class StyledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward with the styles around it."""
-        if is_compiling():
-            refuse_compile(self.styles[0][2])
+        if is_watched():
+            return keep_out_of_compile(self.__call__, self.styles[0][2], args, kwargs)
         module = self.module
         with ExitStack() as contexts:
             for style, mesh, where in self.styles:

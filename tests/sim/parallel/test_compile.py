@@ -9,7 +9,6 @@ from torch import nn
 
 from hyper_parallel import (
     ColwiseParallel,
-    PlanError,
     RowwiseParallel,
     SequenceParallel,
     Shard,
@@ -60,10 +59,3 @@ def test_a_compiled_block_has_the_values_and_gradients_of_the_plain_one(plan):
             torch.testing.assert_close(whole, q.grad)
 
     simulate(1).run(run)
-
-
-def test_the_refusal_is_ours():
-    from hyper_parallel.parallel.checks import refuse_compile
-
-    with pytest.raises(PlanError, match=r"Style on 'up': a parallel module must not be traced"):
-        refuse_compile("Style on 'up'")
