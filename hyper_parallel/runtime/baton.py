@@ -121,7 +121,8 @@ class Baton:
             for thread in threads:
                 thread.daemon = True
                 thread.start()
-            callers = self._hand_to(self._ranks[0])
+            callers = self._swap(self._ranks[0].state)
+            self._wake(self._ranks[0])
             self._done.acquire()
         except BaseException:
             self._stop(threads)
@@ -222,20 +223,20 @@ class Baton:
         if following is None:
             self._done.release()
         else:
-            self._hand_to(following)
+            self._swap(following.state)
+            self._wake(following)
 
     def _give_up(self, me: _Rank) -> None:
         following = self._following()
         if following is not None and following is not me:
-            me.state = self._hand_to(following)
+            # Kept before the other wakes: it may come back to this rank before this thread goes on.
+            me.state = self._swap(following.state)
+            self._wake(following)
             me.turn.acquire()
 
-    def _hand_to(self, rank: _Rank) -> list[Any]:
-        """Let a rank run with its own state; give back the state that was in force."""
-        before = self._swap(rank.state)
+    def _wake(self, rank: _Rank) -> None:
         self._running = rank
         rank.turn.release()
-        return before
 
     def _swap(self, state: list[Any]) -> list[Any]:
         return [part.swap(own) for part, own in zip(self._parts, state, strict=True)]
@@ -264,7 +265,8 @@ class Baton:
             following = self._following()
             if following is None:
                 return
-            self._hand_to(following)
+            self._swap(following.state)
+            self._wake(following)
         ended = self._done.acquire(timeout=_GRACE_S)
         if not ended:
             # The running rank computes without any exchange: raise inside it.

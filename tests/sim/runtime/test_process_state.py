@@ -3,13 +3,15 @@
 
 import contextvars
 import random
+import threading
+import time
 import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from hyper_parallel.runtime import backend_for, current_rank, init_device_mesh, simulate
+from hyper_parallel.runtime import backend_for, baton, current_rank, init_device_mesh, simulate
 
 marker = contextvars.ContextVar("marker", default="unset")
 
@@ -71,6 +73,36 @@ def test_random_states_seeded_for_the_run_or_inside_each_rank():
     one, two = simulate(2, seed=3).run(draws), simulate(2, seed=3).run(draws)
     assert one == two and one[0] == one[1]
     assert one != simulate(2, seed=4).run(draws)
+
+
+class _SlowLock:
+    """A lock whose owner is held up just after it lets go, as on a loaded machine."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.acquire = self.lock.acquire
+
+    def release(self):
+        self.lock.release()
+        time.sleep(0.02)
+
+
+def test_random_states_are_own_however_slowly_threads_hand_over(monkeypatch):
+    monkeypatch.setattr(baton, "_taken_lock", _SlowLock)
+
+    def draw():
+        comm = group()
+        torch.manual_seed(current_rank())
+        drawn = []
+        for _ in range(3):
+            comm.barrier()
+            drawn.append(torch.rand(()).item())
+        return drawn
+
+    for rank, drawn in enumerate(simulate(2).run(draw)):
+        alone = torch.Generator().manual_seed(rank)
+        assert drawn == [torch.rand((), generator=alone).item() for _ in range(3)]
 
 
 def test_an_odd_number_of_normal_draws_leaves_the_callers_spare():
