@@ -106,7 +106,7 @@ class _Distribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> Any:
-        ctx.layout = layout
+        ctx.layout, ctx.takes_plain = layout, True
         return DTensor(_cut(tensor.detach(), layout, src_data_rank), layout)
 
     @staticmethod

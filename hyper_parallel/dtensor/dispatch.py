@@ -8,6 +8,7 @@ the autograd engine itself makes below it (sums of gradients, detached copies).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import entries, inplace, lists, ops
-from hyper_parallel.dtensor.entries import without_torch_function
+from hyper_parallel.dtensor.local_op import without_torch_function
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
@@ -35,40 +36,80 @@ _NATIVE = frozenset(
 )
 
 
+Route = Callable[[type[Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+_ROUTES: dict[Any, Route] = {}
+_MAX_ROUTES = 4096
+
+
 def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Serve one torch call that has a DTensor among its arguments."""
+    route = _ROUTES.get(func)
+    if route is None:
+        if len(_ROUTES) >= _MAX_ROUTES:
+            _ROUTES.clear()
+        route = _ROUTES[func] = _route_of(func)
+    return route(cls, func, args, kwargs)
+
+
+def _route_of(func: Any) -> Route:
+    """Tell who serves a function; by its name, as no argument changes that."""
     name = getattr(func, "__name__", "").partition(".")[0]
     if name in ("__get__", "__set__"):
         attribute = getattr(func.__self__, "__name__", "")
         if attribute == "data":
-            return _data(cls, name, *args)
-        if attribute not in _OP_GETTERS:
-            name = "__set__"
-        else:
-            name = attribute
+            return partial(_data, name)
+        name = attribute if attribute in _OP_GETTERS else "__set__"
     if name in _NATIVE:
-        with without_torch_function():
-            return func(*args, **kwargs)
+        return _native
     if getattr(func, "__module__", "").startswith("torch.distributed."):
-        _refuse_collective(name)
+        return partial(_refuse_collective, name)
     special = _SPECIAL.get(func)
     if special is not None:
-        return special(cls, *args, **kwargs)
-    said = _SAID_OTHERWISE.get(name)
-    if said is not None and args and isinstance(args[0], cls):
-        return said(*args, **kwargs)
-    if name == "to" and len(args) > 1 and isinstance(args[1], torch.Tensor):
-        args = (args[0], args[1].dtype, *args[2:])  # the mesh says the device
+        return lambda cls, func, args, kwargs: special(cls, *args, **kwargs)
+    if name in _SAID_OTHERWISE:
+        return partial(_said_otherwise, _SAID_OTHERWISE[name])
+    if name == "to":
+        return _to
     if name.startswith("new_"):
-        return _new(cls, func, *args, **kwargs)
+        return lambda cls, func, args, kwargs: _new(cls, func, *args, **kwargs)
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return lists.list_op(cls, func, name, args, kwargs)
-    if inplace.is_in_place(name, kwargs):
+        return lambda cls, func, args, kwargs: lists.list_op(cls, func, name, args, kwargs)
+    if inplace.is_in_place(name, {}):
+        return lambda cls, func, args, kwargs: inplace.run(cls, func, name, args, kwargs)
+    return partial(_op, name)
+
+
+def _op(
+    name: str, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if kwargs and kwargs.get("out") is not None:
         return inplace.run(cls, func, name, args, kwargs)
     return ops.run(cls, func, args, kwargs)
 
 
-def _refuse_collective(name: str) -> NoReturn:
+def _native(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Serve what torch answers itself, from the tensor that a DTensor is."""
+    with without_torch_function():
+        return func(*args, **kwargs)
+
+
+def _said_otherwise(
+    said: Any, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if args and isinstance(args[0], cls):
+        return said(*args, **kwargs)
+    return ops.run(cls, func, args, kwargs)
+
+
+def _to(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 and isinstance(args[1], torch.Tensor):
+        args = (args[0], args[1].dtype, *args[2:])  # the mesh says the device
+    return ops.run(cls, func, args, kwargs)
+
+
+def _refuse_collective(
+    name: str, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> NoReturn:
     """Refuse torch's own collectives, which would run on a copy and lose the result."""
     raise LayoutError(
         describe(
@@ -81,10 +122,13 @@ def _refuse_collective(name: str) -> NoReturn:
     )
 
 
-def _data(cls: type[Any], which: str, tensor: Any, value: Any = None) -> Any:
+def _data(
+    which: str, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Serve `tensor.data` and `tensor.data = value`."""
     if which == "__get__":
-        return _detach(cls, tensor)
+        return _detach(cls, args[0])
+    tensor, value = args
     if not isinstance(value, cls):
         raise LayoutError(
             describe(
@@ -99,7 +143,7 @@ def _data(cls: type[Any], which: str, tensor: Any, value: Any = None) -> Any:
     # Not another object: a gradient is shown as a DTensor whose local part is the real gradient.
     tensor._local.data = value._local
     tensor._layout = value._layout
-    tensor._shown_grad = None
+    tensor._shown_grad = tensor._graph = tensor._parts = None
     return None
 
 
@@ -164,7 +208,7 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
     if name in ("add", "add_") and not kwargs:
         return _sum(cls, name, *args)
     if name == "set_" and len(args) == 2 and not kwargs:  # torch.nn.utils.parametrize
-        _data(cls, "__set__", *args)
+        _data("__set__", cls, func, args, kwargs)
         return args[0]
     if name not in _ENGINE_UNARY:
         raise HyperParallelError(

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.local_op import (
+    graph_part,
+    plain_gradient,
+    without_torch_function,
+    wrap,
+)
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["backward", "grad", "tensor_backward", "without_torch_function"]
-
-# Inside this context torch's own methods see a DTensor as the plain tensor it is made of.
-without_torch_function = torch._C.DisableTorchFunctionSubclass
+__all__ = ["backward", "grad", "tensor_backward"]
 
 
-def _edges(tensors: Any) -> list[Any]:
-    """Name graph nodes in place of tensors, so that the engine is entered without us."""
-    return [_edge(t) if isinstance(t, torch.Tensor) else t for t in _as_list(tensors)]
+def _parts(cls: type[Any], tensors: Any) -> list[Any]:
+    """Give plain tensors to start from, so that the engine is entered without us."""
+    with torch.enable_grad():
+        return [graph_part(t) if isinstance(t, cls) else t for t in _as_list(tensors)]
 
 
 def _accumulating_edges(cls: type[Any], tensors: Any) -> list[Any] | None:
@@ -33,13 +36,16 @@ def _accumulating_edges(cls: type[Any], tensors: Any) -> list[Any] | None:
             continue
         if not tensor.is_leaf:
             tensor.retain_grad()
-        edges.append(_edge(tensor))
+        edges.append(_edge(cls, tensor))
     return edges
 
 
-def _edge(tensor: torch.Tensor) -> GradientEdge:
+def _edge(cls: type[Any], tensor: Any) -> Any:
+    """Name a graph node in place of a tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
     with without_torch_function():
-        return get_gradient_edge(tensor)
+        return get_gradient_edge(tensor._recorded if isinstance(tensor, cls) else tensor)  # type: ignore[attr-defined]
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -59,7 +65,7 @@ def _seeds(cls: type[Any], tensors: Any, grads: Any) -> list[Any]:
         if grad is None:
             seeds.append(_one(output))
         elif isinstance(grad, cls):
-            seeds.append(move(grad._local, grad._layout, layout))
+            seeds.append(plain_gradient(grad, layout))
         elif layout.is_replicated:
             seeds.append(grad)
         else:
@@ -94,7 +100,7 @@ def backward(  # noqa: PLR0913  # torch's signature
     """Serve torch.autograd.backward."""
     del grad_variables
     torch.autograd.backward(
-        _edges(tensors),
+        _parts(cls, tensors),
         _seeds(cls, tensors, grad_tensors),
         retain_graph=retain_graph,
         create_graph=create_graph,
@@ -132,7 +138,8 @@ def grad(
         kwargs["allow_unused"] = True
     asked = _as_list(inputs)
     seeds = _seeds(cls, outputs, grad_outputs)
-    found = torch.autograd.grad(_edges(outputs), _edges(asked), seeds, *args, **kwargs)
+    edges = [_edge(cls, tensor) for tensor in asked]
+    found = torch.autograd.grad(_parts(cls, outputs), edges, seeds, *args, **kwargs)
     pairs = zip(asked, found, strict=True)
     if is_materialized:
         pairs = ((t, torch.zeros_like(t).detach() if g is None else g) for t, g in pairs)
@@ -143,5 +150,5 @@ def _as_asked(cls: type[Any], tensor: Any, grad: Any) -> Any:
     if grad is None or not isinstance(tensor, cls):
         return grad
     layout = tensor._layout.cotangent
-    local = move(grad._local, grad._layout, layout) if isinstance(grad, cls) else grad
-    return cls(local, layout)
+    local = plain_gradient(grad, layout) if isinstance(grad, cls) else grad
+    return wrap(cls, local, layout)

@@ -1,33 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run an op on local tensors, as one node of the outer autograd graph.
+"""Run an op on local tensors, inside torch's own graph of them.
 
-[Note: above autograd] The op runs once, on local tensors under grad mode, inside one
-autograd.Function whose backward differentiates that local piece. So no backward op needs a rule;
-the layouts of the gradients come from the same decision.
+[Note: above autograd] An op runs once, on plain local tensors that torch differentiates as it does
+anywhere: no backward op needs a rule, and what is saved, freed, checked for changes or
+differentiated twice is torch's own affair. Of each result `out` a DTensor is made that is an alias
+of it in the graph, so a user's autograd.Function may take it; further ops go on from `out` itself
+(`_graph`), at no cost. Hooks are put on `out`, too, where all gradients pass.
 
-[Note: checkpoint] Under torch.utils.checkpoint a saved tensor is replaced by a promise, kept by
-pack hooks per backward pass, and a backward of the local piece is a pass of its own: each op would
-recompute the whole block. So there the local piece travels as an attribute of one saved tensor of
-the outer node, which the recomputation of the outer pass makes anew, once.
+Three things stand between local tensors and DTensors:
+* a leaf lends each op an alias of itself, since what it kept would keep it alive for ever;
+* `_Lend` stands where gradients lie otherwise than in the cotangent layout: a pending sum that
+  several ops leave is added up first and reduced once;
+* gradients between local ops are plain. What a Function made elsewhere may see or give is a
+  DTensor: `_Lend` wraps for it, a hook unwraps what it gives to a result of an op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch._C import _autograd as engine  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.decisions import Spec
 from hyper_parallel.dtensor.moves import move, refuse_create_graph
 
-__all__ = ["apply"]
+__all__ = [
+    "apply",
+    "graph_part",
+    "moved_gradient",
+    "needs_grad",
+    "plain_gradient",
+    "without_torch_function",
+    "wrap",
+    "wrap_results",
+]
 
 LocalCall = Callable[[Sequence[torch.Tensor]], Any]
+
+# Inside this context torch's own methods see a DTensor as the plain tensor it is made of.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+# And inside this one, torch's kernels, too.
+_without_dispatch = torch._C._DisableTorchDispatch
+_Plain = torch.Tensor
+_make_subclass = torch.Tensor._make_subclass
+_as_subclass = torch.Tensor.as_subclass
+_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+
+
+def needs_grad(tensors: Sequence[Any]) -> bool:
+    """Tell whether an op on these DTensors is recorded."""
+    if not torch.is_grad_enabled():
+        return False
+    with without_torch_function():
+        return any([t.requires_grad for t in tensors])
 
 
 def apply(cls: type[Any], call: LocalCall, spec: Spec, tensors: Sequence[Any]) -> Any:
@@ -43,135 +72,205 @@ def apply(cls: type[Any], call: LocalCall, spec: Spec, tensors: Sequence[Any]) -
         What `call` returns, tensors as DTensors.
 
     Communicates:
-        Forward: nothing. Backward: a gradient that lies elsewhere is moved; what reaches a leaf
-        is reduced.
+        Forward: nothing. Backward: a gradient that lies elsewhere is moved.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        trees: list[Any] = []
-        outs = _LocalOp.apply(partial(_flat, call, trees), spec, *tensors)
-        outs = outs if isinstance(outs, tuple) else (outs,)
-        return tree_unflatten(list(outs), trees[0])
-    flat, tree = tree_flatten(call([t._local for t in tensors]))
-    return tree_unflatten(_wrap(cls, flat, spec), tree)
+    if needs_grad(tensors):
+        pending = [
+            None if lies == t._layout.cotangent else lies
+            for t, lies in zip(tensors, spec.gradients, strict=True)
+        ]
+        result = call(list(map(graph_part, tensors, pending)))
+    else:
+        result = call([t._local for t in tensors])
+    return wrap_results(cls, result, spec)
 
 
-def _flat(call: LocalCall, trees: list[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:
-    flat, tree = tree_flatten(call(locals_))
-    trees.append(tree)
-    return flat
-
-
-def _wrap(cls: type[Any], flat: list[Any], spec: Spec) -> list[Any]:
-    mesh = spec.inputs[0].mesh
-    wrapped: list[Any] = []
+def wrap_results(cls: type[Any], result: Any, spec: Spec) -> Any:
+    """Make DTensors of an op's local results."""
+    outputs = spec.outputs
+    if type(result) is _Plain and outputs is not None:
+        return wrap(cls, result, outputs[0], spec.divisors[0] if spec.divisors else 1)
+    flat, tree = tree_flatten(result)
     position = 0
-    for value in flat:
-        if not isinstance(value, torch.Tensor):
-            wrapped.append(value)
-        elif spec.outputs is None:
-            whole = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(value.shape))
-            wrapped.append(cls(value, whole))
-        else:
-            wrapped.append(cls(value, spec.outputs[position]))
-            position += 1
-    return wrapped
-
-
-class _LocalOp(torch.autograd.Function):
-    """One op on local tensors; see [Note: above autograd]."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[..., list[Any]], spec: Spec, *tensors: Any) -> Any:
-        needs = ctx.needs_input_grad[2:]
-        leaves = [
-            t._local.detach().requires_grad_() if need else t._local
-            for t, need in zip(tensors, needs, strict=True)
-        ]
-        with torch.enable_grad():
-            outs = call(leaves)
-        ctx.cls, ctx.spec = type(tensors[0]), spec
-        ctx.to_leaf = [t.is_leaf for t in tensors]
-        ctx.inner = (leaves, outs)
-        if _in_checkpoint():
-            carrier: Any = torch.empty(0)
-            carrier.inner, ctx.inner = ctx.inner, None
-            ctx.save_for_backward(carrier)
-        ctx.set_materialize_grads(False)
-        plain = [o.detach() if isinstance(o, torch.Tensor) else o for o in outs]
-        wrapped = _wrap(ctx.cls, plain, spec)
-        ctx.layouts = [w._layout if isinstance(w, ctx.cls) else None for w in wrapped]
-        ctx.mark_non_differentiable(
-            *(
-                w
-                for w, o in zip(wrapped, outs, strict=True)
-                if isinstance(w, ctx.cls) and not o.requires_grad
-            )
-        )
-        return tuple(wrapped)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        refuse_create_graph("DTensor op")
-        saved = ctx.saved_tensors
-        inner = saved[0].inner if saved else ctx.inner
-        if inner is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time: its saved tensors were freed."
-                " Specify retain_graph=True at the first backward."
-            )
-        leaves, outs = inner
-        keep = engine._get_current_graph_task_keep_graph()
-        pairs = _cotangents(ctx, outs, grads)
-        asked = [leaf for leaf in leaves if leaf.requires_grad]
-        found: Any = iter([None] * len(asked))
-        if pairs:
-            found = iter(
-                torch.autograd.grad(
-                    [out for out, _ in pairs],
-                    asked,
-                    [grad for _, grad in pairs],
-                    retain_graph=keep,
-                    allow_unused=True,
-                )
-            )
-        if not keep:
-            ctx.inner = None
-        result = [
-            _hand_on(ctx, i, next(found)) if leaf.requires_grad else None
-            for i, leaf in enumerate(leaves)
-        ]
-        return None, None, *result
-
-
-def _in_checkpoint() -> bool:
-    """Tell whether torch.utils.checkpoint keeps what is saved now; see [Note: checkpoint]."""
-    hooks = engine._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-
-
-def _cotangents(
-    ctx: Any, outs: list[Any], grads: Sequence[torch.Tensor | None]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair the inner results with their local cotangents."""
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    position = -1
-    for out, grad, layout in zip(outs, grads, ctx.layouts, strict=True):
-        position += layout is not None
-        if grad is None or layout is None or not out.requires_grad:
+    for i, value in enumerate(flat):
+        if not isinstance(value, _Plain):
             continue
-        local = grad
-        if isinstance(grad, ctx.cls):
-            local = move(grad._local, grad._layout, layout.cotangent)  # type: ignore[attr-defined]
-        divisor = ctx.spec.divisors[position] if ctx.spec.divisors else 1
-        pairs.append((out, local / divisor if divisor > 1 else local))
-    return pairs
+        if outputs is None:
+            layout = spec.inputs[0].replicated.with_shape(value.shape)
+        else:
+            layout = outputs[position]
+        divisor = spec.divisors[position] if spec.divisors else 1
+        flat[i] = wrap(cls, value, layout, divisor)
+        position += 1
+    return tree_unflatten(flat, tree)
 
 
-def _hand_on(ctx: Any, i: int, grad: torch.Tensor | None) -> Any:
-    """Give an operand's gradient: in the cotangent layout and plain for a leaf, else as it lies."""
-    if grad is None:
-        return None
-    lies, target = ctx.spec.gradients[i], ctx.spec.inputs[i].cotangent
-    if ctx.to_leaf[i]:
-        return move(grad, lies, target)
-    return ctx.cls(grad, lies)
+def wrap(cls: type[Any], out: torch.Tensor, layout: Layout, divisor: int = 1) -> Any:
+    """Make a DTensor of a plain local tensor, in the graph that it is in.
+
+    Args:
+        cls: the DTensor class.
+        out: the local tensor.
+        layout: its layout.
+        divisor: what its gradient is divided by, for a pending average.
+
+    Returns:
+        The DTensor; see [Note: above autograd].
+    """
+    if not out.requires_grad:
+        tensor: Any = _make_subclass(cls, out)
+        tensor._local, tensor._layout = out, layout
+        return tensor
+    if divisor > 1:
+        out = _Share.apply(out, divisor)  # type: ignore[assignment]
+    tensor = _as_subclass(out, cls)
+    tensor._local, tensor._layout, tensor._graph = out.detach(), layout, out
+    _grad_fn(tensor).register_prehook(_unwrapping(cls, layout))
+    return tensor
+
+
+def _unwrapping(cls: type[Any], layout: Layout) -> Callable[[Any], Any]:
+    """Give the hook that makes a DTensor that is given as a gradient plain, in its right layout."""
+    hooks = layout.mesh.decisions  # type: ignore[attr-defined]
+    key = ("unwrap", layout)
+    found = hooks.get(key)
+    if found is None:
+        target = layout.cotangent
+
+        def found(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            (grad,) = grads
+            return (plain_gradient(grad, target),) if isinstance(grad, cls) else None
+
+        hooks[key] = found
+    return found
+
+
+def plain_gradient(grad: Any, target: Layout) -> torch.Tensor:
+    """Give the plain local part, in `target`, of a DTensor that is a gradient."""
+    local = graph_part(grad) if torch.is_grad_enabled() else grad._local
+    return moved_gradient(local, grad._layout, target)
+
+
+def graph_part(tensor: Any, lies: Layout | None = None) -> torch.Tensor:
+    """Give the local part as a plain tensor through which gradients flow to the DTensor.
+
+    Args:
+        tensor: the DTensor.
+        lies: the layout of those gradients, if it is not the cotangent layout.
+
+    Returns:
+        The plain tensor; part of the graph if the DTensor is.
+
+    Communicates:
+        Backward: the move from `lies`, once for all that flows through one such part.
+    """
+    own = tensor._graph
+    if own is not None and lies is None:
+        return own
+    local = tensor._local
+    with without_torch_function():
+        if not tensor.requires_grad:
+            return local
+        if tensor.is_leaf:
+            if lies is None:
+                with _without_dispatch():
+                    return _as_subclass(tensor, _Plain)
+            return _lend(tensor, tensor, lies)
+    parts = tensor._parts
+    if parts is None:
+        parts = tensor._parts = {}
+    found = parts.get(lies)
+    if found is None:
+        found = parts[lies] = _connect(tensor, lies)
+    return found
+
+
+def _connect(tensor: Any, lies: Layout | None) -> torch.Tensor:
+    """Make a plain part of a tensor that is no leaf."""
+    if tensor._graph is not None:
+        return _lend(tensor._graph, tensor, lies)
+    with without_torch_function():
+        node: Any = _grad_fn(tensor)
+        is_foreign = isinstance(node, BackwardCFunction) and not hasattr(node, "takes_plain")
+        if not is_foreign and lies is None:
+            with _without_dispatch():
+                return _as_subclass(tensor, _Plain)
+    return _lend(tensor, tensor, lies, is_foreign)
+
+
+def _lend(
+    source: torch.Tensor, tensor: Any, lies: Layout | None, is_wrapped: bool = False
+) -> torch.Tensor:
+    target = tensor._layout.cotangent
+    wrapper = type(tensor) if is_wrapped else None
+    return _Lend.apply(source, tensor._local, lies or target, target, wrapper)  # type: ignore[return-value]
+
+
+class _Lend(torch.autograd.Function):
+    """Hand out a local part; move its gradient to the cotangent layout, and wrap it if asked."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  # as apply is called
+        ctx: Any,
+        source: torch.Tensor,
+        local: torch.Tensor,
+        lies: Layout,
+        target: Layout,
+        wrapper: type[Any] | None,
+    ) -> torch.Tensor:
+        del source  # where the gradient goes
+        ctx.lies, ctx.target, ctx.wrapper = lies, target, wrapper
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grad = moved_gradient(grad, ctx.lies, ctx.target)
+        if ctx.wrapper is not None:
+            grad = wrap(ctx.wrapper, grad, ctx.target)
+        return grad, None, None, None, None
+
+
+def moved_gradient(grad: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
+    """Move a plain gradient, within a graph of the backward pass if one is made.
+
+    Communicates:
+        The steps of plan(src, dst).
+
+    Raises:
+        HyperParallelError: one is made, and this is more than the reduction of a pending sum.
+    """
+    if src == dst:
+        return grad
+    if torch.is_grad_enabled() and grad.requires_grad:
+        if src.cotangent != dst:
+            refuse_create_graph("DTensor gradient")
+        return _Reduced.apply(grad, src, dst)  # type: ignore[return-value]
+    return move(grad, src, dst)
+
+
+class _Reduced(torch.autograd.Function):
+    """Reduce a pending gradient within a graph of the backward pass.
+
+    Its value was handed out to each rank as it was, so what comes back goes on as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
+        return move(grad.clone(), src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad, None, None
+
+
+class _Share(torch.autograd.Function):
+    """A local average of which the whole result is the average: its share of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad / ctx.divisor, None

@@ -67,6 +67,7 @@ class Redistribute(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any, dst: Layout) -> Any:
         """Run plan(src, dst) on the local tensor."""
         ctx.cls, ctx.src, ctx.dst, ctx.to_leaf = type(tensor), tensor._layout, dst, tensor.is_leaf
+        ctx.takes_plain = True
         return ctx.cls(move(tensor._local, ctx.src, dst), dst)
 
     @staticmethod
@@ -87,6 +88,7 @@ class FromLocal(torch.autograd.Function):
     ) -> Any:
         """Wrap; no communication."""
         ctx.cls, ctx.layout, ctx.grad_layout = cls, layout, grad_layout
+        ctx.takes_plain = True
         if grad_layout is None and not _linear_partials(layout):
             ctx.save_for_backward(local)
         return cls(local.detach(), layout)

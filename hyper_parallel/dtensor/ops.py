@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta, refuse_random
-from hyper_parallel.dtensor.local_op import apply
+from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call
+from hyper_parallel.dtensor.local_op import apply, graph_part, wrap_results
 from hyper_parallel.dtensor.masked import masked_embedding
 from hyper_parallel.dtensor.moves import FromLocal, Redistribute
 from hyper_parallel.dtensor.signatures import bind_call, op_name
@@ -55,6 +56,10 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         LayoutError: a plain tensor among the operands, or two meshes.
         RuleError: no rule under `strict_rules`, or an op that cannot be gathered.
     """
+    raw = read_call(cls, func, args, kwargs)
+    known = None if raw is None else raw.find()
+    if known is not None:
+        return _run_known(cls, known, raw, func, args, kwargs)
     name = op_name(func)
     if kwargs.get("requires_grad"):  # of torch.zeros_like and the like
         rest = {key: value for key, value in kwargs.items() if key != "requires_grad"}
@@ -62,7 +67,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     flat, tree = tree_flatten((args, kwargs))
     if _lift_scalars(cls, flat):
         args, kwargs = tree_unflatten(flat, tree)
-    slots = [i for i, leaf in enumerate(flat) if isinstance(leaf, cls)]
+    written = slots = [i for i, leaf in enumerate(flat) if isinstance(leaf, cls)]
     _refuse_plain(cls, name, flat)
     if kwargs:
         _refuse_options(name, kwargs)
@@ -91,6 +96,9 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         result = _outside(cls, name, _whole_result(func, args, kwargs), spec, moved)
     elif has_rule:
         result = apply(cls, call, spec, moved)
+        if raw is not None:
+            order = [written.index(slot) for slot in slots]
+            raw.remember(KnownCall.of(name, spec, order, raw.tensors))
     else:
         with _Watch(name, tensors, moved):
             result = apply(cls, call, spec, moved)
@@ -98,6 +106,35 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         _mark_copies(cls, name, tensors, moved, result)
     if name in _SCATTERING or tensors[0]._is_scattered:
         result = _own_memory(cls, name, tensors[0], result)
+    return result
+
+
+def _run_known(  # noqa: PLR0913  # the call, as it was given
+    cls: type[Any],
+    known: KnownCall,
+    raw: RawCall,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a call that was decided before; see [Note: known calls]."""
+    given = moved = raw.tensors
+    if known.moves is not None:
+        moved = [
+            t if layout is None else Redistribute.apply(t, layout)
+            for t, layout in zip(given, known.moves, strict=True)
+        ]
+    if raw.is_recorded:
+        parts = list(map(graph_part, moved, known.pending))
+    else:
+        parts = [t._local for t in moved]
+    name, spec = known.name, known.spec
+    local_args, local_kwargs = raw.filled(args, kwargs, parts)
+    result = wrap_results(cls, _local_call(name, func, spec, local_args, local_kwargs), spec)
+    if name in _VIEWS:
+        _mark_copies(cls, name, given, moved, result)
+    if name in _SCATTERING or given[0]._is_scattered:
+        result = _own_memory(cls, name, given[0], result)
     return result
 
 
@@ -119,7 +156,7 @@ def _order(flat: list[Any], slots: list[int], operands: list[Any]) -> list[int] 
 
 
 def _local_call(
-    name: str, func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, func: Any, spec: Spec, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     if spec.local_shape is not None:
         local = args[0] if args else next(iter(kwargs.values()))

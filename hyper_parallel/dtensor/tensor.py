@@ -29,6 +29,13 @@ from hyper_parallel.core import (
     StridedShard,
 )
 from hyper_parallel.dtensor import dispatch
+from hyper_parallel.dtensor.local_op import (
+    graph_part,
+    needs_grad,
+    plain_gradient,
+    without_torch_function,
+    wrap,
+)
 from hyper_parallel.dtensor.moves import FromLocal, Redistribute, ToLocal, move
 from hyper_parallel.dtensor.read import layout_of_local, read_mesh, read_placements
 from hyper_parallel.errors import LayoutError, describe
@@ -62,9 +69,13 @@ class DTensor(torch.Tensor):
     _layout: Layout
     _shown_grad: tuple[torch.Tensor, DTensor] | None = None
     _write_is_lost: bool = False
-    # Whether it is a view that a dense tensor would not have contiguous; see ops.py.
-    _is_scattered: bool = False
     """A view of a gathered copy; see [Note: lost writes] in ops.py."""
+    _is_scattered: bool = False
+    """Whether it is a view that a dense tensor would not have contiguous; see ops.py."""
+    _graph: torch.Tensor | None = None
+    """The plain local result that it is an alias of; see [Note: above autograd] in local_op.py."""
+    _parts: dict[Layout | None, torch.Tensor] | None = None
+    """What `graph_part` has handed out, by the layout of its gradients."""
 
     @staticmethod
     def __new__(
@@ -167,9 +178,12 @@ class DTensor(torch.Tensor):
         Raises:
             LayoutError: a pending max, min or product that needs a gradient.
         """
-        if not torch.is_grad_enabled() or not self.requires_grad:
+        if not needs_grad((self,)):
             return self._local
         grad_layout = None
+        if grad_placements is None and not self._layout.has_partial:
+            part = graph_part(self)
+            return part.view_as(part)
         if grad_placements is not None:
             mesh = self.device_mesh
             grad_layout = self._layout.with_placements(
@@ -326,8 +340,8 @@ class DTensor(torch.Tensor):
             Nothing, but where a user's own autograd.Function left a gradient in another layout:
             then the first reading moves it, so read it on every rank.
         """
-        with dispatch.without_torch_function():
-            raw = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+        with without_torch_function():
+            raw = torch.Tensor.grad.__get__(self._recorded)  # type: ignore[attr-defined]
         if raw is None:
             return None
         shown = self._shown_grad
@@ -336,7 +350,7 @@ class DTensor(torch.Tensor):
         if isinstance(raw, DTensor):
             self.grad = raw  # keeps the local part, in the right layout
             return self.grad
-        grad = DTensor(raw, self._layout.cotangent)
+        grad = wrap(DTensor, raw, self._layout.cotangent)
         self._shown_grad = (raw, grad)
         return grad
 
@@ -356,8 +370,8 @@ class DTensor(torch.Tensor):
                 )
             local = value.local_in(self._layout.cotangent)
         self._shown_grad = None
-        with dispatch.without_torch_function():
-            torch.Tensor.grad.__set__(self, local)  # type: ignore[attr-defined]
+        with without_torch_function():
+            torch.Tensor.grad.__set__(self._recorded, local)  # type: ignore[attr-defined]
 
     @grad.deleter
     def grad(self) -> None:
@@ -376,16 +390,38 @@ class DTensor(torch.Tensor):
         layout = self._layout.cotangent
 
         def on_gradient(raw: torch.Tensor) -> torch.Tensor:
-            local = raw.local_in(layout) if isinstance(raw, DTensor) else raw
-            seen = DTensor(local, layout)
+            local = plain_gradient(raw, layout) if isinstance(raw, DTensor) else raw
+            seen = wrap(DTensor, local, layout)
             result = hook(seen)
             changed = seen if result is None else result
             if isinstance(changed, DTensor):
-                changed = changed.local_in(layout)
-            return DTensor(changed, layout) if isinstance(raw, DTensor) else changed
+                changed = plain_gradient(changed, layout)
+            return wrap(DTensor, changed, layout) if isinstance(raw, DTensor) else changed
 
-        with dispatch.without_torch_function():
-            return torch.Tensor.register_hook(self, on_gradient)
+        with without_torch_function():
+            return torch.Tensor.register_hook(self._recorded, on_gradient)
+
+    def retain_grad(self) -> None:
+        """Keep the gradient of a tensor that is no leaf in `grad`."""
+        with without_torch_function():
+            torch.Tensor.retain_grad(self._recorded)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The node of the graph that made it."""
+        with without_torch_function():
+            return torch.Tensor.grad_fn.__get__(self._recorded)  # type: ignore[attr-defined]
+
+    @property
+    def output_nr(self) -> int:  # type: ignore[override]
+        """Which result of `grad_fn` it is."""
+        with without_torch_function():
+            return torch.Tensor.output_nr.__get__(self._recorded)  # type: ignore[attr-defined]
+
+    @property
+    def _recorded(self) -> torch.Tensor:
+        """The tensor that all its gradients pass."""
+        return self if self._graph is None else self._graph
 
     # ------------------------------------------------------------------ copies
 

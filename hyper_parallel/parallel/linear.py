@@ -257,7 +257,7 @@ class _FusedLinear(torch.autograd.Function):
         ctx.save_for_backward(used if need_w else None, w if need_x else None)
         ctx.edge, ctx.moves, ctx.weight, ctx.bias, ctx.dtype = edge, moves, weight, bias, w.dtype
         ctx.x_leaf = x.is_leaf if type(x) is DTensor else None
-        ctx.x_dtype = x.dtype
+        ctx.x_dtype, ctx.takes_plain = x.dtype, True
         return y if edge.use_local_output else DTensor(y, _required(moves.y_layout))
 
     @staticmethod
