@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every torch call with a DTensor goes: native, autograd entry, in-place, list op, or rule.
 
-`torch_function` serves what Python calls, above autograd. `engine_call` serves the few calls that
+A route of `ROUTES` serves what Python calls, above autograd. `engine_call` serves the few calls that
 the autograd engine itself makes below it (sums of gradients, detached copies).
 """
 
@@ -21,7 +21,7 @@ from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["REPLICATE", "engine_call", "torch_function", "without_torch_function"]
+__all__ = ["REPLICATE", "ROUTES", "engine_call", "find_route"]
 
 REPLICATE = Replicate()
 
@@ -37,18 +37,17 @@ _NATIVE = frozenset(
 
 
 Route = Callable[[type[Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-_ROUTES: dict[Any, Route] = {}
+# Who serves a function, for those that were called.
+ROUTES: dict[Any, Route] = {}
 _MAX_ROUTES = 4096
 
 
-def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Serve one torch call that has a DTensor among its arguments."""
-    route = _ROUTES.get(func)
-    if route is None:
-        if len(_ROUTES) >= _MAX_ROUTES:
-            _ROUTES.clear()
-        route = _ROUTES[func] = _route_of(func)
-    return route(cls, func, args, kwargs)
+def find_route(func: Any) -> Route:
+    """Tell who serves a torch function that has a DTensor among its arguments, and keep it."""
+    if len(ROUTES) >= _MAX_ROUTES:
+        ROUTES.clear()
+    route = ROUTES[func] = _route_of(func)
+    return route
 
 
 def _route_of(func: Any) -> Route:
@@ -76,15 +75,7 @@ def _route_of(func: Any) -> Route:
         return lambda cls, func, args, kwargs: lists.list_op(cls, func, name, args, kwargs)
     if inplace.is_in_place(name, {}):
         return lambda cls, func, args, kwargs: inplace.run(cls, func, name, args, kwargs)
-    return partial(_op, name)
-
-
-def _op(
-    name: str, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if kwargs and kwargs.get("out") is not None:
-        return inplace.run(cls, func, name, args, kwargs)
-    return ops.run(cls, func, args, kwargs)
+    return ops.run
 
 
 def _native(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,7 +179,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.autograd.backward: entries.backward,
-    torch.Tensor.backward: entries.tensor_backward,
     torch.autograd.grad: entries.grad,
     torch.nn.init.constant_: _constant,
 }

@@ -16,13 +16,17 @@ from hyper_parallel.dtensor.local_op import (
 )
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["backward", "grad", "tensor_backward"]
+__all__ = ["backward", "grad"]
 
 
 def _parts(cls: type[Any], tensors: Any) -> list[Any]:
     """Give plain tensors to start from, so that the engine is entered without us."""
-    with torch.enable_grad():
-        return [graph_part(t) if isinstance(t, cls) else t for t in _as_list(tensors)]
+    tensors = _as_list(tensors)
+    parts = [t._graph if isinstance(t, cls) else t for t in tensors]  # type: ignore[attr-defined]
+    if any(part is None for part in parts):
+        with torch.enable_grad():
+            return [graph_part(t) if isinstance(t, cls) else t for t in tensors]
+    return parts
 
 
 def _accumulating_edges(cls: type[Any], tensors: Any) -> list[Any] | None:
@@ -106,18 +110,6 @@ def backward(  # noqa: PLR0913  # torch's signature
         create_graph=create_graph,
         inputs=_accumulating_edges(cls, inputs),
     )
-
-
-def tensor_backward(
-    cls: type[Any],
-    tensor: Any,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Serve Tensor.backward."""
-    backward(cls, [tensor], [gradient], retain_graph, create_graph, None, inputs)
 
 
 def grad(

@@ -14,23 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.decisions import Spec
 from hyper_parallel.dtensor.local_op import needs_grad
 from hyper_parallel.rules import rules_version
 
-__all__ = ["KnownCall", "RawCall", "read_call"]
+__all__ = ["KnownCall", "read_call", "remember"]
 
 _VALUES = frozenset(
-    (int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.Size)
+    (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 )
-_GROUPS = frozenset((tuple, list))
+_GROUPS = frozenset((tuple, list, torch.Size))
 _MAX_KNOWN = 4096
 _MAX_VALUES = 64  # of a list: a longer one is not worth a key
-
-# Where a tensor is in a call: at a position, under a name, or in a list there.
-Place = int | str | tuple[int | str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,94 +41,105 @@ class KnownCall:
     """Where each tensor goes first; None: all stay."""
     pending: tuple[Layout | None, ...]
     """How each tensor's gradient lies, if not in the cotangent layout."""
-
-    @classmethod
-    def of(cls, name: str, spec: Spec, order: Sequence[int], tensors: Sequence[Any]) -> KnownCall:
-        """Write down a decision whose operand `i` is tensor `order[i]` of the call."""
-        moves: list[Layout | None] = [None] * len(order)
-        pending = list(moves)
-        for to, lies, i in zip(spec.inputs, spec.gradients, order, strict=True):
-            moves[i] = None if to == tensors[i]._layout else to
-            pending[i] = None if lies == to.cotangent else lies
-        return cls(name, spec, tuple(moves) if any(moves) else None, tuple(pending))
-
-
-class RawCall:
-    """A call as its key, the DTensors in it, and where they are."""
-
-    __slots__ = ("is_recorded", "key", "places", "tensors")
-
-    def __init__(self, cls: type[Any], func: Any) -> None:
-        self.key: Any = [cls, func, rules_version()]
-        self.tensors: list[Any] = []
-        self.places: list[Place] = []
-        self.is_recorded = False
-
-    def find(self) -> KnownCall | None:
-        """Give what was remembered of such a call."""
-        return self.tensors[0]._layout.mesh.decisions.get(self.key)
-
-    def remember(self, known: KnownCall) -> None:
-        """Keep a decision, on the mesh: what it keeps alive, groups included, dies with it."""
-        calls = self.tensors[0]._layout.mesh.decisions
-        if len(calls) >= _MAX_KNOWN:
-            calls.clear()
-        calls[self.key] = known
+    places: tuple[int | str, ...] | None
+    """The position or the name of each tensor; None: some are in lists."""
+    is_direct: bool
+    """Whether the local op is the op itself."""
 
     def filled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[torch.Tensor]
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self,
+        cls: type[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parts: Sequence[torch.Tensor],
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Put local tensors in the places of the DTensors."""
+        places = self.places
+        if places is None:
+            flat, tree = tree_flatten((args, kwargs))
+            found = iter(parts)
+            return tree_unflatten([next(found) if type(x) is cls else x for x in flat], tree)
+        if not kwargs and len(places) == len(args):
+            return parts, kwargs
         new_args: list[Any] = list(args)
-        for place, part in zip(self.places, parts, strict=True):
+        for place, part in zip(places, parts, strict=True):
             if type(place) is int:
                 new_args[place] = part
-            elif type(place) is str:
-                kwargs = {**kwargs, place: part}
             else:
-                at, i = place  # type: ignore[misc]
-                if type(at) is str:
-                    kwargs = {**kwargs, at: [*kwargs[at]]}
-                    kwargs[at][i] = part
-                else:
-                    new_args[at] = group = list(new_args[at])
-                    group[i] = part
+                kwargs = {**kwargs, place: part}  # type: ignore[dict-item]
         return new_args, kwargs
 
 
 def read_call(
     cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> RawCall | None:
-    """Read a call; None if it has an argument of an unusual kind."""
-    raw = RawCall(cls, func)
-    for i, value in enumerate(args):
-        if not _read(cls, value, i, raw):
-            return None
+) -> tuple[Any, list[Any]] | None:
+    """Give a call's key and its DTensors; None if it has an argument of an unusual kind."""
+    key: list[Any] = [func, rules_version()]
+    tensors: list[Any] = []
+    if not _read(cls, args, key, tensors):
+        return None
     for name, value in kwargs.items():
-        raw.key.append(name)
-        if not _read(cls, value, name, raw):
+        key.append(name)
+        if not _read(cls, (value,), key, tensors):
             return None
-    raw.is_recorded = needs_grad(raw.tensors)
-    raw.key.append(raw.is_recorded)
-    raw.key = tuple(raw.key)
-    return raw
+    key.append(needs_grad(tensors))
+    return (tuple(key), tensors) if tensors else None
 
 
-def _read(cls: type[Any], value: Any, place: Place, raw: RawCall) -> bool:
-    """Add one argument to a call; False if it is of an unusual kind."""
-    kind = type(value)
-    if kind is cls:
-        raw.key += (value._layout, value._local.dtype)
-        raw.tensors.append(value)
-        raw.places.append(place)
-    elif kind in _VALUES:
-        raw.key += (kind, value)
-    elif kind is torch.Tensor:  # a replicated scalar
-        raw.key += (kind, value.dtype)
-        return not value.ndim and not value.requires_grad
-    elif kind in _GROUPS and type(place) is not tuple and len(value) <= _MAX_VALUES:
-        raw.key += (kind, len(value))
-        return all([_read(cls, item, (place, i), raw) for i, item in enumerate(value)])  # type: ignore[arg-type]
-    else:
-        return False
+def _read(cls: type[Any], values: Sequence[Any], key: list[Any], tensors: list[Any]) -> bool:
+    """Add arguments to a call's key; False if one is of an unusual kind."""
+    for value in values:
+        kind = type(value)
+        if kind is cls:
+            key.append(value._layout)
+            graph = value._graph
+            key.append((value._local if graph is None else graph).dtype)
+            tensors.append(value)
+        elif kind in _VALUES:
+            key.append(kind)
+            key.append(value)
+        elif kind is torch.Tensor:  # a replicated scalar
+            if value.ndim or value.requires_grad:
+                return False
+            key += (kind, value.dtype)
+        elif kind in _GROUPS and len(value) <= _MAX_VALUES:
+            key += (kind, len(value))
+            if not _read(cls, value, key, tensors):
+                return False
+        else:
+            return False
     return True
+
+
+def remember(  # noqa: PLR0913  # the call, and what was decided
+    raw: tuple[Any, list[Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    spec: Spec,
+    order: Sequence[int],
+) -> None:
+    """Keep a decision whose operand `i` is DTensor `order[i]` of the call.
+
+    It is kept on the mesh: what it keeps alive, process groups included, dies with the mesh.
+    """
+    key, tensors = raw
+    moves: list[Layout | None] = [None] * len(order)
+    pending = list(moves)
+    for to, lies, i in zip(spec.inputs, spec.gradients, order, strict=True):
+        moves[i] = None if to == tensors[i]._layout else to
+        pending[i] = None if lies == to.cotangent else lies
+    cls = type(tensors[0])
+    named = [*enumerate(args), *kwargs.items()]
+    places = tuple(place for place, value in named if type(value) is cls)
+    calls = tensors[0]._layout.mesh.decisions
+    if len(calls) >= _MAX_KNOWN:
+        calls.clear()
+    calls[key] = KnownCall(
+        name=name,
+        spec=spec,
+        moves=tuple(moves) if any(moves) else None,
+        pending=tuple(pending),
+        places=places if len(places) == len(tensors) else None,
+        is_direct=spec.local_shape is None and spec.vocab_start is None,
+    )

@@ -12,7 +12,8 @@ Three things stand between local tensors and DTensors:
 * `_Lend` stands where gradients lie otherwise than in the cotangent layout: a pending sum that
   several ops leave is added up first and reduced once;
 * gradients between local ops are plain. What a Function made elsewhere may see or give is a
-  DTensor: `_Lend` wraps for it, a hook unwraps what it gives to a result of an op.
+  DTensor: `_Lend` wraps for it, a hook unwraps what it gives to a result of an op. The hook is set
+  when an op is seen to work on the result without being recorded, as a Function's forward does.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.decisions import Spec
-from hyper_parallel.dtensor.moves import move, refuse_create_graph
+from hyper_parallel.dtensor.moves import Redistribute, move, refuse_create_graph
 
 __all__ = [
     "apply",
+    "expect_wrapped",
     "graph_part",
+    "graph_parts",
     "moved_gradient",
     "needs_grad",
     "plain_gradient",
+    "redistributed",
     "without_torch_function",
     "wrap",
     "wrap_results",
@@ -48,15 +52,31 @@ _without_dispatch = torch._C._DisableTorchDispatch
 _Plain = torch.Tensor
 _make_subclass = torch.Tensor._make_subclass
 _as_subclass = torch.Tensor.as_subclass
-_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 
 
 def needs_grad(tensors: Sequence[Any]) -> bool:
     """Tell whether an op on these DTensors is recorded."""
     if not torch.is_grad_enabled():
+        for tensor in tensors:  # perhaps within the forward of a Function
+            expect_wrapped(tensor)
         return False
     with without_torch_function():
         return any([t.requires_grad for t in tensors])
+
+
+def graph_parts(tensors: Sequence[Any], pending: Sequence[Layout | None]) -> list[torch.Tensor]:
+    """Give `graph_part` of several DTensors; quickly for results of ops, and for leaves."""
+    parts: list[Any] = [t._graph if p is None else p for t, p in zip(tensors, pending, strict=True)]
+    with without_torch_function(), _without_dispatch():
+        for i, tensor in enumerate(tensors):
+            if parts[i] is None and tensor.is_leaf:
+                parts[i] = (
+                    _as_subclass(tensor, _Plain) if tensor.requires_grad else tensor._local
+                )
+    for i, part in enumerate(parts):
+        if type(part) is not _Plain:
+            parts[i] = graph_part(tensors[i], part)
+    return parts
 
 
 def apply(cls: type[Any], call: LocalCall, spec: Spec, tensors: Sequence[Any]) -> Any:
@@ -79,7 +99,7 @@ def apply(cls: type[Any], call: LocalCall, spec: Spec, tensors: Sequence[Any]) -
             None if lies == t._layout.cotangent else lies
             for t, lies in zip(tensors, spec.gradients, strict=True)
         ]
-        result = call(list(map(graph_part, tensors, pending)))
+        result = call(graph_parts(tensors, pending))
     else:
         result = call([t._local for t in tensors])
     return wrap_results(cls, result, spec)
@@ -124,25 +144,32 @@ def wrap(cls: type[Any], out: torch.Tensor, layout: Layout, divisor: int = 1) ->
     if divisor > 1:
         out = _Share.apply(out, divisor)  # type: ignore[assignment]
     tensor = _as_subclass(out, cls)
-    tensor._local, tensor._layout, tensor._graph = out.detach(), layout, out
-    _grad_fn(tensor).register_prehook(_unwrapping(cls, layout))
+    tensor._layout, tensor._graph = layout, out  # `_local` is made when it is asked for
     return tensor
 
 
-def _unwrapping(cls: type[Any], layout: Layout) -> Callable[[Any], Any]:
-    """Give the hook that makes a DTensor that is given as a gradient plain, in its right layout."""
-    hooks = layout.mesh.decisions  # type: ignore[attr-defined]
-    key = ("unwrap", layout)
-    found = hooks.get(key)
-    if found is None:
-        target = layout.cotangent
+def expect_wrapped(tensor: Any) -> None:
+    """Be ready for DTensors that a Function gives as gradients to a result of an op.
 
-        def found(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            (grad,) = grads
-            return (plain_gradient(grad, target),) if isinstance(grad, cls) else None
+    Called where a Function is seen to work on the tensor: torch's own nodes take plain ones.
+    """
+    if tensor._graph is None or tensor._is_ready:
+        return
+    tensor._is_ready = True
+    cls, target = type(tensor), tensor._layout.cotangent
 
-        hooks[key] = found
-    return found
+    def unwrap(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        (grad,) = grads
+        return (plain_gradient(grad, target),) if isinstance(grad, cls) else None
+
+    with without_torch_function():
+        torch.Tensor.grad_fn.__get__(tensor).register_prehook(unwrap)  # type: ignore[attr-defined]
+
+
+def redistributed(tensor: Any, layout: Layout) -> Any:
+    """Move a DTensor; the move gives DTensors as gradients."""
+    expect_wrapped(tensor)
+    return Redistribute.apply(tensor, layout)
 
 
 def plain_gradient(grad: Any, target: Layout) -> torch.Tensor:
@@ -190,7 +217,7 @@ def _connect(tensor: Any, lies: Layout | None) -> torch.Tensor:
     if tensor._graph is not None:
         return _lend(tensor._graph, tensor, lies)
     with without_torch_function():
-        node: Any = _grad_fn(tensor)
+        node: Any = tensor.grad_fn
         is_foreign = isinstance(node, BackwardCFunction) and not hasattr(node, "takes_plain")
         if not is_foreign and lies is None:
             with _without_dispatch():

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.dtensor import inplace
 from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta, refuse_random
-from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call
-from hyper_parallel.dtensor.local_op import apply, graph_part, wrap_results
+from hyper_parallel.dtensor.known import KnownCall, read_call, remember
+from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
 from hyper_parallel.dtensor.masked import masked_embedding
-from hyper_parallel.dtensor.moves import FromLocal, Redistribute
+from hyper_parallel.dtensor.moves import FromLocal
 from hyper_parallel.dtensor.signatures import bind_call, op_name
 from hyper_parallel.errors import LayoutError, describe
 
@@ -57,9 +58,14 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         RuleError: no rule under `strict_rules`, or an op that cannot be gathered.
     """
     raw = read_call(cls, func, args, kwargs)
-    known = None if raw is None else raw.find()
-    if known is not None:
-        return _run_known(cls, known, raw, func, args, kwargs)
+    if raw is not None:
+        key, tensors = raw
+        known = tensors[0]._layout.mesh.decisions.get(key)
+        if known is not None:
+            is_recorded = key[-1]
+            return _run_known(cls, known, tensors, is_recorded, func, args, kwargs)
+    if kwargs.get("out") is not None:
+        return inplace.run(cls, func, func.__name__.partition(".")[0], args, kwargs)
     name = op_name(func)
     if kwargs.get("requires_grad"):  # of torch.zeros_like and the like
         rest = {key: value for key, value in kwargs.items() if key != "requires_grad"}
@@ -81,7 +87,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if spec is None:
         spec = gathered(name, tensors)
     moved = [
-        t if t._layout == layout else Redistribute.apply(t, layout)
+        t if t._layout == layout else redistributed(t, layout)
         for t, layout in zip(tensors, spec.inputs, strict=True)
     ]
 
@@ -98,7 +104,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         result = apply(cls, call, spec, moved)
         if raw is not None:
             order = [written.index(slot) for slot in slots]
-            raw.remember(KnownCall.of(name, spec, order, raw.tensors))
+            remember(raw, args, kwargs, name, spec, order)
     else:
         with _Watch(name, tensors, moved):
             result = apply(cls, call, spec, moved)
@@ -112,28 +118,29 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _run_known(  # noqa: PLR0913  # the call, as it was given
     cls: type[Any],
     known: KnownCall,
-    raw: RawCall,
+    given: list[Any],
+    is_recorded: bool,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Run a call that was decided before; see [Note: known calls]."""
-    given = moved = raw.tensors
+    moved, name, spec = given, known.name, known.spec
     if known.moves is not None:
         moved = [
-            t if layout is None else Redistribute.apply(t, layout)
+            t if layout is None else redistributed(t, layout)
             for t, layout in zip(given, known.moves, strict=True)
         ]
-    if raw.is_recorded:
-        parts = list(map(graph_part, moved, known.pending))
+    parts = graph_parts(moved, known.pending) if is_recorded else [t._local for t in moved]
+    local_args, local_kwargs = known.filled(cls, args, kwargs, parts)
+    if known.is_direct:
+        result = func(*local_args, **local_kwargs)
     else:
-        parts = [t._local for t in moved]
-    name, spec = known.name, known.spec
-    local_args, local_kwargs = raw.filled(args, kwargs, parts)
-    result = wrap_results(cls, _local_call(name, func, spec, local_args, local_kwargs), spec)
+        result = _local_call(name, func, spec, local_args, local_kwargs)
+    result = wrap_results(cls, result, spec)
     if name in _VIEWS:
         _mark_copies(cls, name, given, moved, result)
-    if name in _SCATTERING or given[0]._is_scattered:
+    if given[0]._is_scattered or name in _SCATTERING:
         result = _own_memory(cls, name, given[0], result)
     return result
 

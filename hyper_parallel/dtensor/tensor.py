@@ -28,15 +28,17 @@ from hyper_parallel.core import (
     Shard,
     StridedShard,
 )
-from hyper_parallel.dtensor import dispatch
+from hyper_parallel.dtensor import dispatch, entries
 from hyper_parallel.dtensor.local_op import (
+    expect_wrapped,
     graph_part,
     needs_grad,
     plain_gradient,
+    redistributed,
     without_torch_function,
     wrap,
 )
-from hyper_parallel.dtensor.moves import FromLocal, Redistribute, ToLocal, move
+from hyper_parallel.dtensor.moves import FromLocal, ToLocal, move
 from hyper_parallel.dtensor.read import layout_of_local, read_mesh, read_placements
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -74,6 +76,8 @@ class DTensor(torch.Tensor):
     """Whether it is a view that a dense tensor would not have contiguous; see ops.py."""
     _graph: torch.Tensor | None = None
     """The plain local result that it is an alias of; see [Note: above autograd] in local_op.py."""
+    _is_ready: bool = False
+    """Whether Functions may give it DTensors as gradients; see `expect_wrapped` in local_op.py."""
     _parts: dict[Layout | None, torch.Tensor] | None = None
     """What `graph_part` has handed out, by the layout of its gradients."""
 
@@ -91,6 +95,13 @@ class DTensor(torch.Tensor):
 
     def __init__(self, local: torch.Tensor, layout: Layout, *, requires_grad: bool = False):
         del local, layout, requires_grad
+
+    def __getattr__(self, name: str) -> Any:
+        # Only a name that is missing is asked for here: the local part of a recorded result.
+        if name == "_local" and self._graph is not None:
+            self._local = local = self._graph.detach()
+            return local
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------ moves
 
@@ -189,6 +200,7 @@ class DTensor(torch.Tensor):
             grad_layout = self._layout.with_placements(
                 read_placements(grad_placements, mesh, "DTensor.to_local")
             )
+        expect_wrapped(self)
         return ToLocal.apply(self, grad_layout)  # type: ignore[return-value]
 
     def redistribute(
@@ -233,7 +245,7 @@ class DTensor(torch.Tensor):
         dst = Layout(mesh, read_placements(placements, mesh, where), self._layout.shape)
         if dst == self._layout:
             return self
-        return Redistribute.apply(self, dst)  # type: ignore[return-value]
+        return redistributed(self, dst)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Gather the global tensor on every rank, as a plain tensor.
@@ -282,7 +294,7 @@ class DTensor(torch.Tensor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The element type."""
-        return self._local.dtype
+        return (self._local if self._graph is None else self._graph).dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -401,6 +413,32 @@ class DTensor(torch.Tensor):
         with without_torch_function():
             return torch.Tensor.register_hook(self._recorded, on_gradient)
 
+    def backward(  # type: ignore[override]
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Add the gradients of this tensor to the leaves' `grad`, as torch's backward does.
+
+        Args:
+            gradient: the gradient of this tensor, a DTensor in any layout; default one, for a
+                tensor of one element.
+            retain_graph: keep the graph for another backward.
+            create_graph: record the backward pass, too.
+            inputs: the tensors whose gradients are wanted; default every leaf.
+
+        Communicates:
+            What moves gradients to where they are wanted.
+
+        Raises:
+            LayoutError: a plain gradient of a tensor that is not replicated.
+        """
+        entries.backward(
+            DTensor, [self], [gradient], retain_graph, create_graph, None, inputs
+        )
+
     def retain_grad(self) -> None:
         """Keep the gradient of a tensor that is no leaf in `grad`."""
         with without_torch_function():
@@ -451,7 +489,8 @@ class DTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return dispatch.torch_function(cls, func, args, kwargs or {})
+        route = dispatch.ROUTES.get(func) or dispatch.find_route(func)
+        return route(cls, func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(

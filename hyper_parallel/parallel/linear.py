@@ -256,7 +256,6 @@ class _FusedLinear(torch.autograd.Function):
         need_x, need_w, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(used if need_w else None, w if need_x else None)
         ctx.edge, ctx.moves, ctx.weight, ctx.bias, ctx.dtype = edge, moves, weight, bias, w.dtype
-        ctx.x_leaf = x.is_leaf if type(x) is DTensor else None
         ctx.x_dtype, ctx.takes_plain = x.dtype, True
         return y if edge.use_local_output else DTensor(y, _required(moves.y_layout))
 
@@ -296,16 +295,11 @@ def _to_input(ctx: Any, moves: Moves, grad_x: torch.Tensor) -> torch.Tensor:
         grad_x = moves.enter_back(grad_x)
     if grad_x.dtype != ctx.x_dtype:
         grad_x = grad_x.to(ctx.x_dtype)
-    if ctx.x_leaf is False:
-        layout = moves.x_layout
-        return grad_x if layout is None else DTensor(grad_x, layout.cotangent)
-    return grad_x
+    return grad_x  # plain, so in the cotangent layout of x
 
 
 def _to_leaf(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Give a local gradient as the parameter's autograd leaf takes it."""
     if grad.dtype != param.dtype:
         grad = grad.to(param.dtype)
-    if type(param) is DTensor:
-        return grad if param.is_leaf else DTensor(grad, param._layout)
-    return with_layout_of(param, grad)
+    return grad if type(param) is DTensor else with_layout_of(param, grad)
