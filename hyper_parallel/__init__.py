@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         distribute_tensor,
         get_total_norm,
         register_op_rule,
+        step_locally,
         strict_rules,
     )
     from hyper_parallel.errors import (
@@ -50,6 +51,7 @@ _ROOMS = {
         "distribute_tensor",
         "get_total_norm",
         "register_op_rule",
+        "step_locally",
         "strict_rules",
     ),
     "errors": (
@@ -106,6 +108,7 @@ __all__ = [
     "plan",
     "register_op_rule",
     "simulate",
+    "step_locally",
     "strict_rules",
 ]
 

@@ -4,6 +4,7 @@
 from hyper_parallel.dtensor.api import distribute_module, distribute_tensor
 from hyper_parallel.dtensor.clip import clip_grad_norm_, get_total_norm
 from hyper_parallel.dtensor.decisions import strict_rules
+from hyper_parallel.dtensor.optim import step_locally
 from hyper_parallel.dtensor.teach import register_op_rule
 from hyper_parallel.dtensor.tensor import DTensor
 
@@ -14,5 +15,6 @@ __all__ = [
     "distribute_tensor",
     "get_total_norm",
     "register_op_rule",
+    "step_locally",
     "strict_rules",
 ]

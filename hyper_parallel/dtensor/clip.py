@@ -5,18 +5,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from hyper_parallel.dtensor.interop import is_torch_dtensor, local_of, sharded_axes
+from hyper_parallel.core import Layout
+from hyper_parallel.dtensor.interop import local_of, sharded_axes
+from hyper_parallel.dtensor.local_op import without_torch_function
+from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.executor import reduce
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
+
+Cut = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh, and the axes that cut a tensor
+Where = Cut | Layout
+Groups = list[tuple[Cut, list[torch.Tensor]]]
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 def get_total_norm(
@@ -38,24 +47,28 @@ def get_total_norm(
         A plain 0-d tensor.
 
     Communicates:
-        One all-reduce of one number per mesh axis that cuts some tensor, for each different set
-        of such axes.
+        For each mesh, one all-reduce of one number per axis that cuts some tensor of it.
 
     Raises:
         LayoutError: a pending reduction among the tensors.
         HyperParallelError: the norm is not finite and `error_if_nonfinite`.
     """
-    norm_type = float(norm_type)  # torch takes "inf", too
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    buckets: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
-    for tensor in map(_reduced, listed):
-        buckets.setdefault(sharded_axes(tensor), []).append(local_of(tensor))
-    if not buckets:
+    with torch.no_grad():
+        groups = _grouped(list(map(_lying, listed)))
+        return _total(groups, float(norm_type), error_if_nonfinite, foreach)  # it takes "inf", too
+
+
+def _total(
+    groups: Groups, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+) -> torch.Tensor:
+    """Give the norm of all local tensors of all groups."""
+    meshes: dict[DeviceMesh | None, list[tuple[tuple[int, ...], list[torch.Tensor]]]] = {}
+    for (mesh, axes), locals_ in groups:
+        meshes.setdefault(mesh, []).append((axes, locals_))
+    if not meshes:
         return torch.tensor(0.0)
-    parts = [
-        _bucket_norm(mesh, axes, locals_, norm_type, foreach)
-        for (mesh, axes), locals_ in buckets.items()
-    ]
+    parts = [_mesh_norm(mesh, held, norm_type, foreach) for mesh, held in meshes.items()]
     total = parts[0]
     if len(parts) > 1:
         dtype = _common_dtype(parts)
@@ -73,28 +86,46 @@ def get_total_norm(
     return total
 
 
-def _reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """Reduce what is still a pending sum of ours."""
-    if isinstance(tensor, DTensor) and tensor.layout.has_partial:
-        layout = tensor.layout.cotangent
-        return DTensor(tensor.local_in(layout), layout)
-    return tensor
+def _lying(tensor: torch.Tensor) -> tuple[Where, torch.Tensor]:
+    """Give where a tensor lies, pending sums reduced, and its local part."""
+    if isinstance(tensor, DTensor):
+        layout = tensor._layout.cotangent
+        return layout, tensor.local_in(layout)
+    return sharded_axes(tensor), local_of(tensor)
 
 
-def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+def _grouped(lying: Sequence[tuple[Where, torch.Tensor]]) -> Groups:
+    """Sort local tensors by where they lie."""
+    groups: dict[Any, tuple[Where, list[torch.Tensor]]] = {}
+    for where, local in lying:
+        key = where if type(where) is tuple else id(where)
+        found = groups.get(key)
+        if found is None:
+            groups[key] = (where, [local])
+        else:
+            found[1].append(local)
+    return [
+        (where if isinstance(where, tuple) else sharded_axes(where.cotangent), locals_)
+        for where, locals_ in groups.values()
+    ]
 
 
-def _bucket_norm(
+def _common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
+
+
+def _mesh_norm(
     mesh: DeviceMesh | None,
-    axes: tuple[int, ...],
-    locals_: list[torch.Tensor],
+    held: list[tuple[tuple[int, ...], list[torch.Tensor]]],
     norm_type: float,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Give the norm of tensors that the same axes cut."""
-    if mesh is None or not axes:
-        return torch.nn.utils.get_total_norm(locals_, norm_type, foreach=foreach)
+    """Give the norm of the tensors of one mesh; a replica counts on the first rank of its axis."""
+    everything = [local for _, locals_ in held for local in locals_]
+    cut = {axis for axes, _ in held for axis in axes if mesh is not None and mesh.shape[axis] > 1}
+    place = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or place is None or not cut:
+        return torch.nn.utils.get_total_norm(everything, norm_type, foreach=foreach)
     if norm_type == 0:
         raise LayoutError(
             describe(
@@ -104,33 +135,46 @@ def _bucket_norm(
                 norm_type=norm_type,
             )
         )
+    counted = [
+        local
+        for axes, locals_ in held
+        if not any(place[axis] for axis in cut.difference(axes))
+        for local in locals_
+        if local.numel()
+    ]
+    dtype = _common_dtype(everything).to_real()
+    value = _local_power(counted, everything[0].device, dtype, norm_type, foreach)
     is_extreme = math.isinf(norm_type)
-    value = _local_power(locals_, norm_type, foreach)
     op = ("max" if norm_type > 0 else "min") if is_extreme else "sum"
-    for axis in axes:
-        if mesh.shape[axis] > 1:
-            value = reduce(mesh, axis, value, op)
+    for axis in sorted(cut):
+        value = reduce(mesh, axis, value, op)
     value = value.reshape(())
-    value = value if is_extreme else value ** (1.0 / norm_type)
-    return value.to(_common_dtype(locals_).to_real())
+    if not is_extreme:
+        value = value.sqrt() if norm_type == 2 else value ** (1.0 / norm_type)
+    return value.to(dtype)
 
 
 def _local_power(
-    locals_: list[torch.Tensor], norm_type: float, foreach: bool | None
+    counted: list[torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    norm_type: float,
+    foreach: bool | None,
 ) -> torch.Tensor:
     """Give this rank's share as one number in a 1-d tensor: norm ** norm_type, or an extreme.
 
     At least float32: a power of a half-precision norm would soon overflow. Parts that are empty on
     this rank count nothing; torch has no extreme of an empty tensor.
     """
-    dtype = torch.promote_types(_common_dtype(locals_).to_real(), torch.float32)
-    held = [local for local in locals_ if local.numel()]
-    if not held:
+    dtype = torch.promote_types(dtype, torch.float32)
+    if not counted:
         nothing = math.inf if norm_type == -math.inf else 0.0
-        return torch.full((1,), nothing, dtype=dtype, device=locals_[0].device)
-    norm = torch.nn.utils.get_total_norm(held, norm_type, foreach=foreach)
-    norm = norm.to(dtype).reshape(1).clone()
-    return norm if math.isinf(norm_type) else norm**norm_type
+        return torch.full((1,), nothing, dtype=dtype, device=device)
+    norm = torch.nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
+    norm = norm.to(dtype).reshape(1)
+    if math.isinf(norm_type):
+        return norm
+    return norm.square() if norm_type == 2 else norm**norm_type
 
 
 @torch.no_grad()
@@ -173,29 +217,38 @@ def clip_grad_norm_(
         [4.0, 4.0]
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [grad for p in listed if (grad := p.grad) is not None]
-    total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    groups = _gradients(listed)
+    total = _total(groups, float(norm_type), error_if_nonfinite, foreach)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    _scale([_writable(grad) for grad in grads], factor, foreach)
+    _scale([grad for _, grads in groups for grad in grads], factor, foreach)
     return total
+
+
+def _gradients(parameters: Sequence[torch.Tensor]) -> Groups:
+    """Give the local gradients, whose storage may be written to."""
+    with without_torch_function():
+        raws = [_get_grad(p) for p in parameters]
+    return _grouped(
+        [
+            # What is plain lies in the cotangent layout; see [Note: gradients] in tensor.py.
+            (p._layout, raw)
+            if type(p) is DTensor and type(raw) is torch.Tensor
+            else _lying(p.grad)  # type: ignore[arg-type]
+            for p, raw in zip(parameters, raws, strict=True)
+            if raw is not None
+        ]
+    )
 
 
 def _scale(locals_: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
     """Multiply in place; tensors of one device and dtype together unless `foreach` is False."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for local in locals_:
-        groups.setdefault((local.device, local.dtype), []).append(local)
-    for (device, dtype), group in groups.items():
-        own = factor.to(device, dtype)
-        if foreach is False:
-            for local in group:
-                local.mul_(own)
-        else:
-            torch._foreach_mul_(group, own)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _writable(grad: torch.Tensor) -> Any:
-    """Give the plain tensor whose storage is the gradient's local part."""
-    if isinstance(grad, DTensor):
-        return grad._local
-    return grad.to_local() if is_torch_dtensor(grad) else grad  # type: ignore[attr-defined]
+    if foreach is False:
+        for local in locals_:
+            local.mul_(factor.to(local.device, local.dtype))
+        return
+    kinds = {(local.device, local.dtype) for local in locals_}
+    for kind in kinds:
+        group = locals_
+        if len(kinds) > 1:
+            group = [local for local in locals_ if (local.device, local.dtype) == kind]
+        torch._foreach_mul_(group, factor.to(*kind))  # pyright: ignore[reportPrivateImportUsage]

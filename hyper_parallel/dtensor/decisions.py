@@ -175,7 +175,7 @@ def _spec(
     mesh: Any = present[0][1].mesh
     inputs = tuple(layout.with_placements(decision.inputs[i] or ()) for i, layout in present)
     outputs = tuple(
-        Layout(mesh, placements, shape)
+        mesh.decisions.setdefault(layout := Layout(mesh, placements, shape), layout)
         for placements, shape in zip(decision.outputs, out_shapes, strict=True)
     )
     is_inside = mesh.get_coordinate() is not None

@@ -58,6 +58,8 @@ def _route_of(func: Any) -> Route:
         if attribute == "data":
             return partial(_data, name)
         name = attribute if attribute in _OP_GETTERS else "__set__"
+    if name in ("is_complex", "is_floating_point"):
+        return lambda cls, func, args, kwargs: func(args[0]._local)
     if name in _NATIVE:
         return _native
     if getattr(func, "__module__", "").startswith("torch.distributed."):

@@ -193,14 +193,15 @@ def own_parameters(module: nn.Module) -> Iterator[None]:
         module._parameters.update(saved)
 
 
-def sharded_axes(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """Give the mesh of a tensor and the axes that cut it; (None, ()) for a plain tensor.
+def sharded_axes(tensor: torch.Tensor | Layout) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Give the mesh of a tensor or layout and the axes that cut it; (None, ()) for a plain tensor.
 
     Raises:
         LayoutError: a pending reduction among the placements.
     """
-    if isinstance(tensor, DTensor):
-        mesh, placements = tensor.device_mesh, tensor.placements
+    if isinstance(tensor, (DTensor, Layout)):
+        layout = tensor if isinstance(tensor, Layout) else tensor.layout
+        mesh, placements = layout.mesh, layout.placements
     elif is_torch_dtensor(tensor):
         mesh, placements = mesh_of(tensor), tensor.placements  # type: ignore[attr-defined]
     else:
@@ -214,4 +215,4 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ..
                 placements=tuple(placements),
             )
         )
-    return mesh, tuple(i for i, p in enumerate(placements) if not p.is_replicate())
+    return mesh, tuple(i for i, p in enumerate(placements) if not p.is_replicate())  # type: ignore[return-value]

@@ -10,6 +10,7 @@ import torch
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.inplace import POINTWISE, refuse_gradient, refuse_lost_write
+from hyper_parallel.dtensor.local_op import wrap
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -36,14 +37,15 @@ def list_op(
         RuleError: not pointwise, or a pending reduction among the operands.
     """
     where = f"DTensor op {name!r}"
-    first: list[Any] = list(args[0])
-    layouts = [t._layout if isinstance(t, cls) else None for t in first]
+    first: list[Any] = args[0]
+    layouts = _layouts_of(cls, first)
     _refuse_list(where, name, layouts)
     is_in_place = name.endswith("_")
     if is_in_place:
-        refuse_gradient(where, [*first, *(v for arg in args[1:] for v in _as_list(arg))])
-        for target in first:
-            if isinstance(target, cls):
+        if torch.is_grad_enabled():
+            refuse_gradient(where, [*first, *(v for arg in args[1:] for v in _as_list(arg))])
+        for target, layout in zip(first, layouts, strict=True):
+            if layout is not None and target._write_is_lost:
                 refuse_lost_write(where, target)
     is_fused = name in _FUSED
     local_args = [_local_list(cls, where, arg, layouts, is_fused) for arg in args]
@@ -54,9 +56,19 @@ def list_op(
     if is_in_place or result is None:
         return args[0] if result is not None else None
     return type(result)(
-        value if layout is None else cls(value, layout)
-        for value, layout in zip(result, layouts, strict=True)
+        [
+            value if layout is None else wrap(cls, value, layout)
+            for value, layout in zip(result, layouts, strict=True)
+        ]
     )
+
+
+def _layouts_of(cls: type[Any], values: Sequence[Any]) -> list[Layout | None]:
+    """Give each tensor's layout; None for what is plain."""
+    try:
+        return [v._layout for v in values]
+    except AttributeError:
+        return [v._layout if isinstance(v, cls) else None for v in values]  # type: ignore[attr-defined]
 
 
 def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
@@ -69,7 +81,7 @@ def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
                 "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
             )
         )
-    if any(layout is not None and layout.has_partial for layout in layouts):
+    if any([layout is not None and layout.has_partial for layout in layouts]):
         raise RuleError(
             describe(
                 where,
@@ -89,6 +101,8 @@ def _local_list(
     """Bring a list of operands to the layouts of the first list; a single operand to all."""
     if not isinstance(values, (list, tuple)):
         return values.local_in(_whole(values._layout)) if isinstance(values, cls) else values
+    if _layouts_of(cls, values) == layouts:  # as in an optimizer's step
+        return [getattr(v, "_local", v) for v in values]
     if len(values) != len(layouts):  # torch refuses it, unless it is empty
         layouts = [None] * len(values)
     return [

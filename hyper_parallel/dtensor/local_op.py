@@ -38,6 +38,7 @@ __all__ = [
     "needs_grad",
     "plain_gradient",
     "redistributed",
+    "without_dispatch",
     "without_torch_function",
     "wrap",
     "wrap_results",
@@ -48,7 +49,7 @@ LocalCall = Callable[[Sequence[torch.Tensor]], Any]
 # Inside this context torch's own methods see a DTensor as the plain tensor it is made of.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 # And inside this one, torch's kernels, too.
-_without_dispatch = torch._C._DisableTorchDispatch
+without_dispatch = torch._C._DisableTorchDispatch
 _Plain = torch.Tensor
 _make_subclass = torch.Tensor._make_subclass
 _as_subclass = torch.Tensor.as_subclass
@@ -67,7 +68,7 @@ def needs_grad(tensors: Sequence[Any]) -> bool:
 def graph_parts(tensors: Sequence[Any], pending: Sequence[Layout | None]) -> list[torch.Tensor]:
     """Give `graph_part` of several DTensors; quickly for results of ops, and for leaves."""
     parts: list[Any] = [t._graph if p is None else p for t, p in zip(tensors, pending, strict=True)]
-    with without_torch_function(), _without_dispatch():
+    with without_torch_function(), without_dispatch():
         for i, tensor in enumerate(tensors):
             if parts[i] is None and tensor.is_leaf:
                 parts[i] = (
@@ -200,7 +201,7 @@ def graph_part(tensor: Any, lies: Layout | None = None) -> torch.Tensor:
             return local
         if tensor.is_leaf:
             if lies is None:
-                with _without_dispatch():
+                with without_dispatch():
                     return _as_subclass(tensor, _Plain)
             return _lend(tensor, tensor, lies)
     parts = tensor._parts
@@ -220,7 +221,7 @@ def _connect(tensor: Any, lies: Layout | None) -> torch.Tensor:
         node: Any = tensor.grad_fn
         is_foreign = isinstance(node, BackwardCFunction) and not hasattr(node, "takes_plain")
         if not is_foreign and lies is None:
-            with _without_dispatch():
+            with without_dispatch():
                 return _as_subclass(tensor, _Plain)
     return _lend(tensor, tensor, lies, is_foreign)
 

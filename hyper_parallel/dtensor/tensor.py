@@ -46,6 +46,8 @@ from hyper_parallel.runtime.mesh import restore_mesh
 
 __all__ = ["DTensor"]
 
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+
 
 class DTensor(torch.Tensor):
     """A global tensor of which each rank of a mesh holds a part.
@@ -90,7 +92,8 @@ class DTensor(torch.Tensor):
             local = local.detach()
         self = torch.Tensor._make_subclass(cls, local, requires_grad)
         self._local = local
-        self._layout = layout
+        # One object for equal layouts of a mesh, so that comparing them is quick.
+        self._layout = layout.mesh.decisions.setdefault(layout, layout)  # type: ignore[attr-defined]
         return self
 
     def __init__(self, local: torch.Tensor, layout: Layout, *, requires_grad: bool = False):
@@ -301,6 +304,11 @@ class DTensor(torch.Tensor):
         """Where this rank's part lies."""
         return self._local.device
 
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """Whether the local part is sparse."""
+        return self._local.is_sparse
+
     def size(self, dim: int | None = None) -> Any:
         """Give the global shape, or the global size of one dim."""
         return self.shape if dim is None else self._layout.shape[dim]
@@ -352,13 +360,14 @@ class DTensor(torch.Tensor):
             Nothing, but where a user's own autograd.Function left a gradient in another layout:
             then the first reading moves it, so read it on every rank.
         """
+        source = self if self._graph is None else self._graph
         with without_torch_function():
-            raw = torch.Tensor.grad.__get__(self._recorded)  # type: ignore[attr-defined]
-        if raw is None:
-            return None
+            raw = _get_grad(source)
         shown = self._shown_grad
         if shown is not None and shown[0] is raw:
             return shown[1]
+        if raw is None:
+            return None
         if isinstance(raw, DTensor):
             self.grad = raw  # keeps the local part, in the right layout
             return self.grad
