@@ -42,14 +42,41 @@ def test_grad_twice_with_retain_graph():
         same(torch.autograd.grad(loss, x, retain_graph=True)[0], 2 * whole)
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_second_derivatives_equal_one_process(placement):
+    """A gradient penalty: cut and replicated weights, pending sums in both passes."""
+
+    @simulate(2)
+    def run():
+        mesh = line(2)
+        wholes = [seeded(4, 6), seeded(8, 6, seed=1), seeded(8, seed=2), seeded(5, 8, seed=3)]
+        placements = [Replicate(), placement, Shard(0) if placement.is_shard(0) else Replicate()]
+        placements.append(Shard(1) if placement.is_shard(0) else Replicate())
+        if placement.is_shard(1):
+            placements[0] = Shard(1)
+        ours = [laid(w, mesh, p, requires_grad=True) for w, p in zip(wholes, placements, strict=True)]
+        plain = [w.requires_grad_() for w in wholes]
+        for x, up, bias, down in (ours, plain):
+            hidden = x @ up.t() if placement.is_shard(1) else F.linear(x, up, bias).tanh()
+            loss = hidden.sum() if placement.is_shard(1) else F.linear(hidden, down).sum()
+            (slope,) = torch.autograd.grad([loss, (x * x * x).sum()], x, create_graph=True)
+            (slope.square().sum() + (slope * x).sum()).backward()
+        for x, y in zip(ours, plain, strict=True):
+            if y.grad is None:
+                assert x.grad is None
+            else:
+                same(x.grad, y.grad)
+
+    run()
+
+
 @simulate(2)
-def test_create_graph_is_refused():
+def test_create_graph_is_refused_through_moves():
     x, _, mesh = leaf()
     local = torch.ones(2, 6, requires_grad=True)
     losses = {
-        "DTensor op": (x * x).sum(),
         "DTensor.redistribute": x.redistribute(mesh, [Replicate()]),
-        "DTensor.to_local": x.to_local(),
+        "DTensor.to_local": x.to_local(grad_placements=[Shard(0)]),
         "DTensor.from_local": DTensor.from_local(local, mesh, [Shard(0)]),
     }
     for where, loss in losses.items():
@@ -59,6 +86,17 @@ def test_create_graph_is_refused():
             torch.autograd.grad(loss, [at], seed, create_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@simulate(2)
+def test_gradients_that_create_a_graph_keep_it():
+    x, whole, _ = leaf()
+    (x * x * x).sum().backward(create_graph=True)
+    first, x.grad = x.grad, None
+    same(first, 3 * whole * whole)
+    first.sum().backward()
+    same(x.grad, 6 * whole)
+
+
 @simulate(2)
 def test_batched_gradients_are_refused():
     x, _, _ = leaf()
@@ -66,26 +104,19 @@ def test_batched_gradients_are_refused():
         torch.autograd.grad(x, [x], torch.ones(3, 4, 6), is_grads_batched=True)
 
 
-def test_inner_graph_is_dropped_after_the_last_backward():
-    @simulate(2)
-    def run():
-        x, _, _ = leaf()
-        middle = x.exp()
-        loss = (middle * middle).sum()
-        node = loss.grad_fn
-        while node is not None and not hasattr(node, "inner"):
-            node = node.next_functions[0][0]
-        inner = node.inner
-        held = weakref.ref(inner[1][0])
-        del inner
-        loss.backward(retain_graph=True)
-        assert held() is not None
-        loss.backward()
-        gc.collect()
-        assert held() is None
-        assert loss.grad_fn is not None
-
-    run()
+@simulate(2)
+def test_what_is_saved_is_dropped_after_the_last_backward():
+    x, _, _ = leaf()
+    middle = x.exp()
+    loss = (middle * middle).sum()
+    held = weakref.ref(middle._graph)
+    del middle
+    loss.backward(retain_graph=True)
+    assert held() is not None
+    loss.backward()
+    gc.collect()
+    assert held() is None
+    assert loss.grad_fn is not None
 
 
 @simulate(2)
