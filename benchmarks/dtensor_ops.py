@@ -45,7 +45,11 @@ OPS: dict[str, tuple[list[tuple[int, ...]], list[int | None], Callable[..., Tens
     "linear, by columns": ([(16, 64), (64, 64), (64,)], [R, S0, S0], F.linear),
     "linear, by rows": ([(16, 64), (64, 64)], [S1, S1], F.linear),
     "matmul": ([(8, 16, 8), (8, 8, 16)], [S0, S0], torch.matmul),
-    "layer_norm": ([(16, 64), (64,), (64,)], [S0, R, R], lambda x, w, b: F.layer_norm(x, (64,), w, b)),
+    "layer_norm": (
+        [(16, 64), (64,), (64,)],
+        [S0, R, R],
+        lambda x, w, b: F.layer_norm(x, (64,), w, b),
+    ),
     "softmax": ([(16, 64)], [S0], lambda x: x.softmax(-1)),
     "view": ([(16, 64)], [S1], lambda x: x.view(16, -1, 8)),
     "transpose": ([(16, 64)], [S1], lambda x: x.transpose(0, 1)),
@@ -97,7 +101,10 @@ def _op_case(case: str, meshes: dict[str, tuple[object, object]]) -> list[Candid
     shapes, cuts, op = OPS[case]
     torch.manual_seed(0)
     wholes = [torch.randn(shape) for shape in shapes]
-    locals_ = [w if cut is None else w.chunk(NUM_RANKS, cut)[0].contiguous() for w, cut in zip(wholes, cuts, strict=True)]
+    locals_ = [
+        w if cut is None else w.chunk(NUM_RANKS, cut)[0].contiguous()
+        for w, cut in zip(wholes, cuts, strict=True)
+    ]
     candidates, results = [], {}
     for name in (PLAIN, TORCH, OURS):
         leaves = [local.clone() for local in locals_]
@@ -115,7 +122,9 @@ def _op_case(case: str, meshes: dict[str, tuple[object, object]]) -> list[Candid
             out.backward(seed)
             return out
 
-        if name == TORCH and any(p.is_partial() for g in _grads(call, leaves) for p in g.placements):
+        if name == TORCH and any(
+            p.is_partial() for g in _grads(call, leaves) for p in g.placements
+        ):
             call = _reducing(call, leaves)
         results[name] = [call(), *(leaf.grad for leaf in leaves)]
         candidates.append(Candidate(name, call))
@@ -129,7 +138,11 @@ def _weights(meshes: dict[str, tuple[object, object]], name: str) -> list[nn.Par
     params = []
     per_layer = [S0, S0, S0, S1, S0, S0, S1, R, R]  # q k v o gate up down, two norms
     for cut in per_layer * NUM_LAYERS:
-        shape = {R: (HIDDEN,), S0: (HIDDEN // NUM_RANKS, HIDDEN), S1: (HIDDEN, HIDDEN // NUM_RANKS)}[cut]
+        shape = {
+            R: (HIDDEN,),
+            S0: (HIDDEN // NUM_RANKS, HIDDEN),
+            S1: (HIDDEN, HIDDEN // NUM_RANKS),
+        }[cut]
         value, grad = torch.randn(shape), torch.randn(shape)
         if name != PLAIN:
             api, mesh = meshes[TORCH if name == TORCH else OURS]
@@ -194,7 +207,15 @@ CASES: dict[str, tuple[Callable[..., list[Candidate]], Sequence[str]]] = {
 
 def _table(cases: dict[str, list[Row]]) -> Table:
     table = Table(title="microseconds of CPU time a call", title_justify="left")
-    for heading in ("case", "variant", "min us", "to plain", "to torch", "median to plain", "spread"):
+    for heading in (
+        "case",
+        "variant",
+        "min us",
+        "to plain",
+        "to torch",
+        "median to plain",
+        "spread",
+    ):
         table.add_column(heading, justify="left" if heading in ("case", "variant") else "right")
     for case, rows in cases.items():
         torchs = next(row.min_us for row in rows if row.name == TORCH)

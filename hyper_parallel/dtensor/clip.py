@@ -13,7 +13,6 @@ import torch
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.interop import local_of, sharded_axes
 from hyper_parallel.dtensor.local_op import without_torch_function
-from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -231,9 +230,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> Groups:
     return _grouped(
         [
             # What is plain lies in the cotangent layout; see [Note: gradients] in tensor.py.
-            (p._layout, raw)
-            if type(p) is DTensor and type(raw) is torch.Tensor
-            else _lying(p.grad)  # type: ignore[arg-type]
+            (p._layout, raw) if type(p) is DTensor and type(raw) is torch.Tensor else _lying(p.grad)  # type: ignore[arg-type]
             for p, raw in zip(parameters, raws, strict=True)
             if raw is not None
         ]

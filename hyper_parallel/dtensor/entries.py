@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the autograd engine is entered with DTensors: backward and grad, through graph nodes."""
+"""How autograd is entered with DTensors: backward, grad, `.grad` and hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from hyper_parallel.dtensor.local_op import (
 )
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["backward", "grad"]
+__all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 def _parts(cls: type[Any], tensors: Any) -> list[Any]:
@@ -144,3 +147,65 @@ def _as_asked(cls: type[Any], tensor: Any, grad: Any) -> Any:
     layout = tensor._layout.cotangent
     local = plain_gradient(grad, layout) if isinstance(grad, cls) else grad
     return wrap(cls, local, layout)
+
+
+# ---------------------------------------------------------------------- gradients of one tensor
+
+
+def read_grad(cls: type[Any], tensor: Any) -> Any:
+    """Serve `tensor.grad`: what autograd holds, shown as one DTensor as long as it is the same."""
+    source = tensor if tensor._graph is None else tensor._graph
+    with without_torch_function():
+        raw = _get_grad(source)
+    shown = tensor._shown_grad
+    if shown is not None and shown[0] is raw:
+        return shown[1]
+    if raw is None:
+        return None
+    if isinstance(raw, cls):  # keep the local part, in the right layout
+        write_grad(cls, tensor, raw)
+        return read_grad(cls, tensor)
+    grad = wrap(cls, raw, tensor._layout.cotangent)
+    tensor._shown_grad = (raw, grad)
+    return grad
+
+
+def write_grad(cls: type[Any], tensor: Any, value: Any) -> None:
+    """Serve `tensor.grad = value`.
+
+    Raises:
+        LayoutError: not a DTensor of the tensor's global shape, or None.
+    """
+    local = None
+    if value is not None:
+        if not isinstance(value, cls) or value.shape != tensor.shape:  # type: ignore[attr-defined]
+            raise LayoutError(
+                describe(
+                    "DTensor.grad",
+                    f"the gradient must be a DTensor of global shape {tuple(tensor.shape)}",
+                    "Wrap a local gradient with DTensor.from_local",
+                    grad=type(value).__name__,
+                    shape=tuple(value.shape),
+                )
+            )
+        local = value.local_in(tensor._layout.cotangent)  # type: ignore[attr-defined]
+    tensor._shown_grad = None
+    with without_torch_function():
+        torch.Tensor.grad.__set__(tensor._recorded, local)  # type: ignore[attr-defined]
+
+
+def register_hook(cls: type[Any], tensor: Any, hook: Callable[[Any], Any]) -> Any:
+    """Serve `tensor.register_hook`: the hook sees DTensors in the cotangent layout."""
+    layout = tensor._layout.cotangent
+
+    def on_gradient(raw: Any) -> Any:
+        local = plain_gradient(raw, layout) if isinstance(raw, cls) else raw
+        seen = wrap(cls, local, layout)
+        result = hook(seen)
+        changed = seen if result is None else result
+        if isinstance(changed, cls):
+            changed = plain_gradient(changed, layout)
+        return wrap(cls, changed, layout) if isinstance(raw, cls) else changed
+
+    with without_torch_function():
+        return torch.Tensor.register_hook(tensor._recorded, on_gradient)

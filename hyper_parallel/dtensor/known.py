@@ -111,7 +111,7 @@ def _read(cls: type[Any], values: Sequence[Any], key: list[Any], tensors: list[A
     return True
 
 
-def remember(  # noqa: PLR0913  # the call, and what was decided
+def remember(  # the call, and what was decided
     raw: tuple[Any, list[Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

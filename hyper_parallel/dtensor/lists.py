@@ -81,7 +81,7 @@ def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
                 "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
             )
         )
-    if any([layout is not None and layout.has_partial for layout in layouts]):
+    if any(layout is not None and layout.has_partial for layout in layouts):
         raise RuleError(
             describe(
                 where,

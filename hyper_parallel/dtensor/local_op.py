@@ -62,7 +62,7 @@ def needs_grad(tensors: Sequence[Any]) -> bool:
             expect_wrapped(tensor)
         return False
     with without_torch_function():
-        return any([t.requires_grad for t in tensors])
+        return any(t.requires_grad for t in tensors)
 
 
 def graph_parts(tensors: Sequence[Any], pending: Sequence[Layout | None]) -> list[torch.Tensor]:
@@ -71,9 +71,7 @@ def graph_parts(tensors: Sequence[Any], pending: Sequence[Layout | None]) -> lis
     with without_torch_function(), without_dispatch():
         for i, tensor in enumerate(tensors):
             if parts[i] is None and tensor.is_leaf:
-                parts[i] = (
-                    _as_subclass(tensor, _Plain) if tensor.requires_grad else tensor._local
-                )
+                parts[i] = _as_subclass(tensor, _Plain) if tensor.requires_grad else tensor._local
     for i, part in enumerate(parts):
         if type(part) is not _Plain:
             parts[i] = graph_part(tensors[i], part)
@@ -238,7 +236,7 @@ class _Lend(torch.autograd.Function):
     """Hand out a local part; move its gradient to the cotangent layout, and wrap it if asked."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  # as apply is called
+    def forward(
         ctx: Any,
         source: torch.Tensor,
         local: torch.Tensor,

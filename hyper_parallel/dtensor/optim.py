@@ -90,7 +90,7 @@ def step_locally(optimizer: _Optimizer) -> _Optimizer:
         _settle_gradients(params)
         try:
             for param in params:
-                param.__class__ = nn.Parameter
+                param.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]
             with without_dispatch():
                 inner(self)
         finally:

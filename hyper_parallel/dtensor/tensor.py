@@ -33,10 +33,8 @@ from hyper_parallel.dtensor.local_op import (
     expect_wrapped,
     graph_part,
     needs_grad,
-    plain_gradient,
     redistributed,
     without_torch_function,
-    wrap,
 )
 from hyper_parallel.dtensor.moves import FromLocal, ToLocal, move
 from hyper_parallel.dtensor.read import layout_of_local, read_mesh, read_placements
@@ -45,8 +43,6 @@ from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.mesh import restore_mesh
 
 __all__ = ["DTensor"]
-
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 class DTensor(torch.Tensor):
@@ -360,39 +356,11 @@ class DTensor(torch.Tensor):
             Nothing, but where a user's own autograd.Function left a gradient in another layout:
             then the first reading moves it, so read it on every rank.
         """
-        source = self if self._graph is None else self._graph
-        with without_torch_function():
-            raw = _get_grad(source)
-        shown = self._shown_grad
-        if shown is not None and shown[0] is raw:
-            return shown[1]
-        if raw is None:
-            return None
-        if isinstance(raw, DTensor):
-            self.grad = raw  # keeps the local part, in the right layout
-            return self.grad
-        grad = wrap(DTensor, raw, self._layout.cotangent)
-        self._shown_grad = (raw, grad)
-        return grad
+        return entries.read_grad(DTensor, self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        local = None
-        if value is not None:
-            if not isinstance(value, DTensor) or value.shape != self.shape:
-                raise LayoutError(
-                    describe(
-                        "DTensor.grad",
-                        f"the gradient must be a DTensor of global shape {tuple(self.shape)}",
-                        "Wrap a local gradient with DTensor.from_local",
-                        grad=type(value).__name__,
-                        shape=tuple(value.shape),
-                    )
-                )
-            local = value.local_in(self._layout.cotangent)
-        self._shown_grad = None
-        with without_torch_function():
-            torch.Tensor.grad.__set__(self._recorded, local)  # type: ignore[attr-defined]
+        entries.write_grad(DTensor, self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -408,19 +376,7 @@ class DTensor(torch.Tensor):
         Communicates:
             Backward: a gradient that is still a pending sum is reduced for the hook.
         """
-        layout = self._layout.cotangent
-
-        def on_gradient(raw: torch.Tensor) -> torch.Tensor:
-            local = plain_gradient(raw, layout) if isinstance(raw, DTensor) else raw
-            seen = wrap(DTensor, local, layout)
-            result = hook(seen)
-            changed = seen if result is None else result
-            if isinstance(changed, DTensor):
-                changed = plain_gradient(changed, layout)
-            return wrap(DTensor, changed, layout) if isinstance(raw, DTensor) else changed
-
-        with without_torch_function():
-            return torch.Tensor.register_hook(self._recorded, on_gradient)
+        return entries.register_hook(DTensor, self, hook)
 
     def backward(  # type: ignore[override]
         self,
@@ -444,9 +400,7 @@ class DTensor(torch.Tensor):
         Raises:
             LayoutError: a plain gradient of a tensor that is not replicated.
         """
-        entries.backward(
-            DTensor, [self], [gradient], retain_graph, create_graph, None, inputs
-        )
+        entries.backward(DTensor, [self], [gradient], retain_graph, create_graph, None, inputs)
 
     def retain_grad(self) -> None:
         """Keep the gradient of a tensor that is no leaf in `grad`."""

@@ -54,7 +54,9 @@ def test_second_derivatives_equal_one_process(placement):
         placements.append(Shard(1) if placement.is_shard(0) else Replicate())
         if placement.is_shard(1):
             placements[0] = Shard(1)
-        ours = [laid(w, mesh, p, requires_grad=True) for w, p in zip(wholes, placements, strict=True)]
+        ours = [
+            laid(w, mesh, p, requires_grad=True) for w, p in zip(wholes, placements, strict=True)
+        ]
         plain = [w.requires_grad_() for w in wholes]
         for x, up, bias, down in (ours, plain):
             hidden = x @ up.t() if placement.is_shard(1) else F.linear(x, up, bias).tanh()
