@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every torch call with a DTensor goes: native, autograd entry, in-place, list op, or rule.
 
-A route of `ROUTES` serves what Python calls, above autograd. `engine_call` serves the few calls that
-the autograd engine itself makes below it (sums of gradients, detached copies).
+A route of `ROUTES` serves what Python calls, above autograd. `engine_call` serves the few calls
+that the autograd engine itself makes below it (sums of gradients, detached copies).
 """
 
 from __future__ import annotations
