@@ -37,7 +37,10 @@ if TYPE_CHECKING:
         PrepareModuleOutput,
         RowwiseParallel,
         SequenceParallel,
+        linear_cross_entropy,
+        loss_parallel,
         parallelize_module,
+        vocab_parallel_cross_entropy,
     )
     from hyper_parallel.runtime import DeviceMesh, init_device_mesh, simulate
 
@@ -69,7 +72,10 @@ _ROOMS = {
         "PrepareModuleOutput",
         "RowwiseParallel",
         "SequenceParallel",
+        "linear_cross_entropy",
+        "loss_parallel",
         "parallelize_module",
+        "vocab_parallel_cross_entropy",
     ),
     "runtime": ("DeviceMesh", "init_device_mesh", "simulate"),
 }
@@ -102,11 +108,14 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "init_device_mesh",
+    "linear_cross_entropy",
+    "loss_parallel",
     "parallelize_module",
     "plan",
     "register_op_rule",
     "simulate",
     "strict_rules",
+    "vocab_parallel_cross_entropy",
 ]
 
 

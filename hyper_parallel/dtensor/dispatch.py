@@ -7,7 +7,10 @@ the autograd engine itself makes below it (sums of gradients, detached copies).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +23,7 @@ from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["REPLICATE", "engine_call", "torch_function", "without_torch_function"]
+__all__ = ["REPLICATE", "engine_call", "served_by", "torch_function", "without_torch_function"]
 
 REPLICATE = Replicate()
 
@@ -33,6 +36,20 @@ _NATIVE = frozenset(
     " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
     " get_device register_post_accumulate_grad_hook __hash__".split()
 )
+
+
+_Functions = Mapping[str, Callable[..., Any]]
+_served: ContextVar[_Functions] = ContextVar("served", default=MappingProxyType({}))
+
+
+@contextmanager
+def served_by(functions: _Functions) -> Generator[None]:
+    """Within it, calls of these names go to the functions, which may give NotImplemented."""
+    token = _served.set({**_served.get(), **functions})
+    try:
+        yield
+    finally:
+        _served.reset(token)
 
 
 def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,6 +78,11 @@ def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dic
         args = (args[0], args[1].dtype, *args[2:])  # the mesh says the device
     if name.startswith("new_"):
         return _new(cls, func, *args, **kwargs)
+    serve = _served.get().get(name)
+    if serve is not None:
+        result = serve(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return lists.list_op(cls, func, name, args, kwargs)
     if inplace.is_in_place(name, kwargs):
