@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         distribute_module,
         distribute_tensor,
         get_total_norm,
+        manual_seed,
         register_op_rule,
         strict_rules,
     )
@@ -52,6 +53,7 @@ _ROOMS = {
         "distribute_module",
         "distribute_tensor",
         "get_total_norm",
+        "manual_seed",
         "register_op_rule",
         "strict_rules",
     ),
@@ -110,6 +112,7 @@ __all__ = [
     "init_device_mesh",
     "linear_cross_entropy",
     "loss_parallel",
+    "manual_seed",
     "parallelize_module",
     "plan",
     "register_op_rule",
