@@ -3,7 +3,8 @@
 
 Each case runs in a process of its own: the first time with cold caches, so that planning counts,
 then warm. A move is `redistribute` alone; the array is float32, distributed before, which caches
-the cuts of the source. Seconds are CPU time. Uneven shards come and go as lists, which is part of the time.
+the cuts of the source. Uneven shards come and go as lists, which is part of the time. Seconds are
+CPU time.
 
     python benchmarks/lockstep.py
     python benchmarks/lockstep.py --repeats 20

@@ -19,7 +19,7 @@ __all__ = ["NumpyBackend"]
 class NumpyBackend:
     """Any number of ranks in this process, moved in lock step by the functions beside this class.
 
-    A mesh has its places, slices of none of them, and no process group.
+    A mesh knows every rank's place; it has no rank of its own and no process group.
 
     Example:
         >>> from hyper_parallel import init_device_mesh
@@ -48,11 +48,12 @@ class NumpyBackend:
         """
         raise BackendError(
             describe(
-                "numpy backend",
-                "a call that needs one rank of its own cannot run where one process is all ranks",
+                "numpy",
+                "this process must be one rank of the mesh for this call",
                 "Move all ranks' arrays with distribute, redistribute and gather of"
                 " hyper_parallel.backends.numpy, ask mesh.coordinate(rank), or use"
                 " simulate(world_size) with a 'cpu' mesh",
+                ranks="all",
             )
         )
 

@@ -173,7 +173,8 @@ def to_stack(local_arrays: LocalArrays, layout: Layout, where: str) -> Array:
                 )
             )
         strides = local_arrays.strides[: mesh.ndim]
-        return local_arrays[tuple(slice(None) if stride else slice(1) for stride in strides)]
+        own = tuple(slice(None) if stride else slice(1) for stride in strides)
+        return np.ascontiguousarray(local_arrays[own])
     flat = _flat(local_arrays, mesh.shape, where)
     stack = np.zeros((*mesh.shape, *layout.largest_shape), flat[0].dtype)
     for rank, coordinate, own in zip(mesh.ranks, np.ndindex(mesh.shape), flat, strict=True):

@@ -7,17 +7,25 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.backends.numpy import distribute, execute, gather, redistribute
+from hyper_parallel.backends.numpy import distribute, execute, gather, lockstep, redistribute
 from hyper_parallel.core import AbstractMesh, Layout, Packed, Partial, Replicate, Shard, plan
+from hyper_parallel.core.collective import StepKind
 from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import BackendError, LayoutError
-from hyper_parallel.runtime import DeviceMesh, available_backends, backend_for, init_device_mesh
+from hyper_parallel.runtime import (
+    DeviceMesh,
+    available_backends,
+    backend_for,
+    executor,
+    init_device_mesh,
+)
 from support import oracle
 from support.moves import Move, check_results, legal_placements, moves_on_meshes, placements_of
 
@@ -103,6 +111,27 @@ def test_redistribute_to_another_mesh_of_the_same_ranks(data, case):
     assert np.array_equal(oracle.reconstruct(there, dst, move.shape, moved), value)
 
 
+def test_redistribute_to_a_mesh_where_every_rank_keeps_its_part():
+    grid = np.arange(4).reshape(2, 2)
+    src = Layout(mesh_of(grid), (Shard(0), Shard(1)), (4, 6))
+    dst = Layout(mesh_of(grid.T), (Shard(1), Shard(0)), (4, 6))
+    local_arrays = distribute(np.arange(24).reshape(4, 6), src)
+    moved = redistribute(local_arrays, src, dst)
+    assert not plan(src, dst).steps
+    assert np.array_equal(moved, local_arrays.transpose(1, 0, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "src, dst", list(itertools.product(placements_of((4,)), repeat=2)), ids=str
+)
+def test_redistribute_of_a_stack_gives_new_memory(src, dst):
+    mesh = AbstractMesh("numpy", (2,))
+    ends = [Layout(mesh, (p,), (4,)) for p in (src, dst)]
+    stack = np.ones((2, *ends[0].largest_shape))
+    moved = redistribute(stack, *ends)
+    assert moved is stack if not plan(*ends).steps else not np.shares_memory(moved, stack)
+
+
 def test_redistribute_between_equal_meshes_of_other_kinds_keeps_what_is_pending():
     abstract, attached = AbstractMesh("numpy", (3,)), init_device_mesh("numpy", (3,))
     terms = [np.array([1.0, 2.0]) * 10**rank for rank in range(3)]
@@ -160,6 +189,24 @@ def test_replicas_share_memory_and_are_read_only():
     with pytest.raises(ValueError, match="read-only"):
         local_arrays[0, 0] += 1
     assert np.array_equal(gather(local_arrays, layout), np.zeros(1 << 20, np.int8))
+
+
+@pytest.mark.parametrize(
+    "dst, expected", [(Replicate(), [5] * 5), (Shard(0), [5]), (Partial("avg"), [5] * 5)]
+)
+def test_redistribute_takes_views_in_any_memory_order(dst, expected):
+    mesh = AbstractMesh("numpy", (5, 2))
+    ends = [Layout(mesh, (p, Replicate()), (5,)) for p in (Partial(), dst)]
+    shared = np.broadcast_to(np.ones(5), (5, 2, 5))  # the contributions are one array
+    turned = np.asfortranarray(np.ones((5, 2, 5)))
+    for terms in (shared, turned):
+        moved = redistribute(terms, *ends)
+        assert all(own.tolist() == expected for row in moved for own in row)
+        assert all(own.flags.c_contiguous for row in moved for own in row)
+
+
+def test_every_kind_of_step_is_known():
+    assert set(lockstep._STEPS) == set(executor._STEPS) == set(get_args(StepKind))
 
 
 def test_a_rank_outside_the_mesh_has_no_entry():
@@ -222,7 +269,7 @@ def test_a_numpy_mesh_is_a_mesh_without_a_rank_of_its_own():
     layout = Layout(mesh, (R, S(0)), (6,))
     assert gather(distribute(np.arange(6), layout), layout).tolist() == [0, 1, 2, 3, 4, 5]
     assert "numpy" in available_backends() and backend_for("numpy").unavailable() is None
-    text = r"one process is all ranks. Move all ranks' arrays with distribute"
+    text = r"must be one rank of the mesh for this call, but got ranks='all'. Move all"
     for ask in (
         mesh.get_rank,
         mesh.get_coordinate,
@@ -317,7 +364,7 @@ sys.meta_path.insert(0, Block())
 
 import numpy as np
 from hyper_parallel import Layout, Partial, Replicate, Shard, init_device_mesh
-from hyper_parallel.backends.numpy import distribute, gather, redistribute
+from hyper_parallel.backends.numpy import lockstep, distribute, gather, redistribute
 
 mesh = init_device_mesh("numpy", (2, 2), mesh_dim_names=("dp", "tp"))
 x = np.arange(15.0).reshape(5, 3)

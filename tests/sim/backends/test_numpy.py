@@ -96,7 +96,7 @@ def test_a_numpy_mesh_takes_no_tensors():
         lambda: DTensor.from_local(torch.zeros(4), mesh, [Shard(0)]),
         lambda: parallelize_module(torch.nn.Linear(2, 2), mesh, {"": ColwiseParallel()}),
     ):
-        with pytest.raises(BackendError, match="one process is all ranks"):
+        with pytest.raises(BackendError, match="numpy: this process must be one rank of the mesh"):
             call()
 
 
