@@ -177,10 +177,10 @@ def _ranks_to_ask(mesh: AbstractMesh) -> tuple[int, ...]:
     return tuple(map(mesh.rank_at, itertools.product(*ends)))
 
 
-def _pending(layout: Layout) -> dict[str, str]:
-    """Give the reduction that is pending on each axis of several ranks, by name."""
-    axes = zip(layout.mesh.axis_names, layout.placements, layout.mesh.shape, strict=True)
-    return {name: p.reduce_op for name, p, n in axes if isinstance(p, Partial) and n > 1}
+def _pending(layout: Layout) -> dict[int, str]:
+    """Give the reduction that is pending on each axis of several ranks."""
+    axes = enumerate(zip(layout.placements, layout.mesh.shape, strict=True))
+    return {axis: p.reduce_op for axis, (p, n) in axes if isinstance(p, Partial) and n > 1}
 
 
 def _needed(src: Layout, dst: Layout) -> int:
@@ -192,23 +192,21 @@ def _needed(src: Layout, dst: Layout) -> int:
     before, after = _pending(src), _pending(dst)
     alike = src.mesh == dst.mesh
     kept = {
-        name
-        for name, op in after.items()
-        if alike and (before.get(name) == op or {before.get(name), op} == {"sum", "avg"})
+        axis
+        for axis, op in after.items()
+        if alike and (before.get(axis) == op or {before.get(axis), op} == {"sum", "avg"})
     }
-    gained = [dst.mesh.axis_index(name) for name in after if name not in kept]
-    if any(src.placements[axis].cut_dim is not None for axis in gained if alike):
+    gained = set(after) - kept
+    if alike and any(src.placements[axis].cut_dim is not None for axis in gained):
         return 0
     reduces, most = not set(before) <= kept, 0
     for rank in _ranks_to_ask(dst.mesh):
         coordinate = dst.mesh.coordinate(rank)
-        if coordinate is None or any(coordinate[axis] for axis in gained):
+        assert coordinate is not None
+        if any(coordinate[axis] for axis in gained):
             continue
         wanted, held = dst.intervals(rank), src.intervals(rank)
-        need, own = (
-            math.prod(map(count, wanted)),
-            math.prod(map(count, map(intersect, wanted, held))),
-        )
+        need, own = (math.prod(map(count, x)) for x in (wanted, map(intersect, wanted, held)))
         most = max(most, need if reduces else need - own)
     return most
 

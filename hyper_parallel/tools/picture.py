@@ -17,6 +17,7 @@ from hyper_parallel.core.interval import Intervals, intersect, whole
 __all__ = ["draw"]
 
 _MOST_RANKS = 16
+_INCHES = 1.5  # per unit
 _BETWEEN = 2.2  # columns are this far apart, of which a box takes 1
 _TAB20 = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
 _COLORS = (*_TAB20[::2], *_TAB20[1::2])  # strong ones first
@@ -28,14 +29,9 @@ def draw(explanation: Estimate) -> Figure:
     states = [explanation.src, *(one.step.dst for one in explanation.steps)]
     ranks = _ranks(states)[:_MOST_RANKS]
     dims = _dims_to_draw(states)
-    height = _height(explanation.src, dims)
-    figure = Figure(
-        figsize=(1.4 + 1.5 * (1 + _BETWEEN * (len(states) - 1)), 1.8 + 1.8 * height * len(ranks)),
-        layout="constrained",
-    )
-    axes = figure.add_subplot()
-    axes.set_axis_off()
-    axes.set_aspect("equal")
+    height, notes = _height(explanation.src, dims), _notes(explanation, states, dims)
+    bottom = -1.2 * height * len(ranks)
+    axes = _canvas(states, bottom, notes)
     colors = _colors(explanation.src, dims)
     for column, state in enumerate(states):
         left = column * _BETWEEN
@@ -48,12 +44,22 @@ def draw(explanation: Estimate) -> Figure:
             _draw_box(axes, state, rank, dims, (corner, height, colors))
     for row, rank in enumerate(ranks):
         axes.text(-0.1, -(row + 0.6) * height * 1.2, f"rank {rank}", ha="right", va="center")
-    middle = -0.6 * height * len(ranks)
     for column, one in enumerate(explanation.steps):
-        _draw_arrow(axes, one, (column * _BETWEEN + 1, middle))
-    axes.autoscale_view()
-    figure.supxlabel("\n".join(_notes(explanation, states, dims)), fontsize="small")
-    return figure
+        _draw_arrow(axes, one, (column * _BETWEEN + 1, bottom / 2))
+    return axes.figure  # type: ignore[return-value]
+
+
+def _canvas(states: Sequence[Layout], bottom: float, notes: Sequence[str]) -> Axes:
+    """Make a figure in which a box is 1 wide, its origin at the top left box; write the notes."""
+    left, right = -0.8, (len(states) - 1) * _BETWEEN + 1.2
+    spare = max(4.4 - (right - left), 0) / 2  # for the notes
+    low, top = bottom - 0.15 - 0.13 * len(notes), 0.1 + 0.12 * max(x.mesh.ndim for x in states)
+    figure = Figure(figsize=((right - left + 2 * spare) * _INCHES, (top - low) * _INCHES))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(left - spare, right + spare), ylim=(low, top))
+    axes.set_axis_off()
+    middle = (left + right) / 2
+    axes.text(middle, bottom - 0.1, "\n".join(notes), ha="center", va="top", size="small")
+    return axes
 
 
 def _ranks(states: Sequence[Layout]) -> tuple[int, ...]:

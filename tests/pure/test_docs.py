@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example in the docstrings of the framework-free core does what it says."""
+"""Every example in the docstrings of the framework-free core and tools does what it says."""
 
 import doctest
 import importlib
@@ -11,6 +11,8 @@ import hyper_parallel.core
 
 MODULES = [
     "hyper_parallel.errors",
+    "hyper_parallel.tools.explain",
+    "hyper_parallel.tools.sharding",
     *(
         f"hyper_parallel.core.{module.name}"
         for module in pkgutil.iter_modules(hyper_parallel.core.__path__)
