@@ -139,7 +139,7 @@ class Estimate:
 def _estimate(step: Step, itemsize: int, model: LinkModel) -> StepEstimate:
     if not step.communicates or 0 in step.src.shape:
         return StepEstimate(step, 1, 0, 0, 0.0)
-    ranks = _ranks_to_ask(step.dst.mesh)
+    ranks = _ranks_to_ask(step.src.mesh, step.dst.mesh)
     num_ranks = len(group_ranks(step, ranks[0]))
     sent, received = (n * itemsize for n in _elements(step, num_ranks, ranks))
     mesh_shape = step.dst.mesh.shape
@@ -170,11 +170,14 @@ def _others(regions: Sequence[Region], me: int) -> int:
     return sum(math.prod(region_shape(part)) for i, part in enumerate(regions) if i != me)
 
 
-def _ranks_to_ask(mesh: AbstractMesh) -> tuple[int, ...]:
-    if mesh.size() <= _ASK_ALL:
-        return mesh.ranks
-    ends = [sorted({0, 1, n - 1} & set(range(n))) for n in mesh.shape]
-    return tuple(map(mesh.rank_at, itertools.product(*ends)))
+def _ranks_to_ask(*meshes: AbstractMesh) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    for mesh in meshes:
+        every = [
+            range(n) if mesh.size() <= _ASK_ALL else sorted({0, 1 % n, n - 1}) for n in mesh.shape
+        ]
+        found.update(dict.fromkeys(map(mesh.rank_at, itertools.product(*every))))
+    return tuple(found)
 
 
 def _pending(layout: Layout) -> dict[int, str]:
@@ -205,8 +208,10 @@ def _needed(src: Layout, dst: Layout) -> int:
         assert coordinate is not None
         if any(coordinate[axis] for axis in gained):
             continue
-        wanted, held = dst.intervals(rank), src.intervals(rank)
-        need, own = (math.prod(map(count, x)) for x in (wanted, map(intersect, wanted, held)))
+        wanted = dst.intervals_at(coordinate)
+        need, own = math.prod(map(count, wanted)), 0
+        if src.mesh.coordinate(rank) is not None:
+            own = math.prod(map(count, map(intersect, wanted, src.intervals(rank))))
         most = max(most, need if reduces else need - own)
     return most
 

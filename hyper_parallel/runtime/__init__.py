@@ -6,15 +6,15 @@ from hyper_parallel.runtime.interface import ArrayOps, Backend, Capabilities, Co
 from hyper_parallel.runtime.mesh import DeviceMesh, current_mesh, init_device_mesh
 from hyper_parallel.runtime.registry import available_backends, backend_for, override_backend
 from hyper_parallel.runtime.simulation import Simulation, current_rank, simulate
-from hyper_parallel.runtime.watch import Collective, watch
+from hyper_parallel.runtime.watch import IssuedCollective, watch
 
 __all__ = [
     "ArrayOps",
     "Backend",
     "Capabilities",
-    "Collective",
     "Communicator",
     "DeviceMesh",
+    "IssuedCollective",
     "Simulation",
     "Work",
     "available_backends",

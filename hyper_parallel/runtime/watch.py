@@ -25,11 +25,11 @@ from typing import Any, Protocol
 from hyper_parallel.runtime.baton import current_rank
 from hyper_parallel.runtime.interface import Communicator
 
-__all__ = ["Collective", "introduce", "watch"]
+__all__ = ["IssuedCollective", "introduce", "watch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class IssuedCollective:
     """One collective that this rank issued.
 
     Args:
@@ -61,7 +61,7 @@ class _Inside(threading.local):
     value = False
 
 
-Observer = Callable[[Collective], None]
+Observer = Callable[[IssuedCollective], None]
 
 _inside = _Inside()
 _meshes: weakref.WeakValueDictionary[int, _Mesh] = weakref.WeakValueDictionary()
@@ -87,9 +87,9 @@ def watch(observer: Observer) -> Generator[None, None, None]:
     """
     entry = (current_rank(), observer)
     _observers.append(entry)
-    if len(_observers) == 1:
-        _for_all(_wrap)
     try:
+        if len(_observers) == 1:
+            _for_all(_wrap)
         yield
     finally:
         _observers.remove(entry)
@@ -105,8 +105,8 @@ def _for_all(change: Callable[[type[Any]], None]) -> None:
 
 
 def _wrap(kind: type[Any]) -> None:
-    _classes[kind] = {name: vars(kind).get(name) for name in _BYTES}
-    for name in _BYTES:
+    _classes[kind] = {name: vars(kind).get(name) for name in _BYTES if hasattr(kind, name)}
+    for name in _classes[kind]:
         setattr(kind, name, _watched(name, getattr(kind, name)))
 
 
@@ -136,7 +136,7 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _inside.value = False
         axes = next(filter(None, (mesh.axes_of(self) for mesh in list(_meshes.values()))), ())
-        call = Collective(name, axes, self.ranks, *moved)
+        call = IssuedCollective(name, axes, self.ranks, *moved)
         for rank, observer in tuple(_observers):
             if rank == current_rank():
                 observer(call)

@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.core.estimate import align, bytes_text
 from hyper_parallel.errors import HyperParallelError, describe
-from hyper_parallel.runtime import Collective, current_rank, watch
+from hyper_parallel.runtime import IssuedCollective, current_rank, watch
 
-__all__ = ["CommDebugMode", "IssuedCollective"]
+__all__ = ["CommDebugMode", "ListedCollective"]
 
 _OUTSIDE = "Global"  # torch's word for what no module issued
 
 
 @dataclass(frozen=True, slots=True)
-class IssuedCollective(Collective):
+class ListedCollective(IssuedCollective):
     """One collective, and what issued it.
 
     Args:
@@ -79,12 +79,12 @@ class CommDebugMode:
     """
 
     def __init__(self) -> None:
-        self._found: list[IssuedCollective] = []
+        self._found: list[ListedCollective] = []
         self._modules = _Modules()
         self._active: ExitStack | None = None
 
     @property
-    def collectives(self) -> tuple[IssuedCollective, ...]:
+    def collectives(self) -> tuple[ListedCollective, ...]:
         """All that were issued since the mode was entered, in order."""
         return tuple(self._found)
 
@@ -112,10 +112,10 @@ class CommDebugMode:
         if active is not None:
             active.close()
 
-    def _note(self, call: Collective) -> None:
+    def _note(self, call: IssuedCollective) -> None:
         module, is_backward = self._modules.here()
         facts = (call.op, call.axes, call.ranks, call.bytes_in, call.bytes_out)
-        self._found.append(IssuedCollective(*facts, module, is_backward))
+        self._found.append(ListedCollective(*facts, module, is_backward))
 
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
@@ -129,7 +129,7 @@ class CommDebugMode:
         return align(rows, "<<><<>>")
 
 
-def _group(one: Collective) -> str:
+def _group(one: IssuedCollective) -> str:
     """Write a group: its axes, and its ranks, the many of a large one in short."""
     first, last, many = one.ranks[0], one.ranks[-1], len(one.ranks)
     ranks = ", ".join(map(str, one.ranks)) if many <= 8 else f"{first}, ..., {last} ({many} ranks)"

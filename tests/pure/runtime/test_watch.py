@@ -154,6 +154,20 @@ def test_a_class_that_comes_into_use_in_the_block_is_watched():
     assert len(told) == 1
 
 
+def test_a_class_that_lacks_collectives_is_watched_in_what_it_has():
+    class Few:
+        ranks, rank, size = (0,), 0, 1
+
+        def all_reduce(self, x):
+            return x
+
+    comm, before, told = Few(), dict(vars(Few)), []
+    introduce(comm, Mesh())
+    with watch(told.append):
+        comm.all_reduce(X)
+    assert len(told) == 1 and dict(vars(Few)) == before
+
+
 def test_nested_watchers_are_told_alike():
     comm, outer, inner = Base(), [], []
     introduce(comm, Mesh())
