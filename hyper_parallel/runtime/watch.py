@@ -65,7 +65,7 @@ Observer = Callable[[IssuedCollective], None]
 
 _inside = _Inside()
 _meshes: weakref.WeakValueDictionary[int, _Mesh] = weakref.WeakValueDictionary()
-_classes: dict[type[Any], dict[str, Any]] = {}  # with their own methods, while they are wrapped
+_classes: dict[type[Any], dict[str, Any]] = {}  # each with what it had, while it is wrapped
 _observers: list[tuple[int | None, Observer]] = []  # with the simulated rank that watches
 
 
@@ -88,18 +88,20 @@ def watch(observer: Observer) -> Generator[None, None, None]:
     entry = (current_rank(), observer)
     _observers.append(entry)
     try:
-        if len(_observers) == 1:
-            _for_all(_wrap)
+        _update()
         yield
     finally:
         _observers.remove(entry)
-        if not _observers:
-            _for_all(_unwrap)
+        _update()
 
 
-def _for_all(change: Callable[[type[Any]], None]) -> None:
-    for kind in _classes:
-        change(kind)
+def _update() -> None:
+    """Wrap or unwrap what is not as it must be, and forget what programs kept of it."""
+    for kind, own in _classes.items():
+        if _observers and not own:
+            _wrap(kind)
+        elif own and not _observers:
+            _unwrap(kind)
     for mesh in list(_meshes.values()):
         mesh.programs.clear()
 

@@ -134,7 +134,7 @@ def test_classes_and_programs_are_left_as_if_nobody_had_watched():
         assert not mesh.programs and vars(Derived) != before[1]
         mesh.programs[1] = "one of the block"
         with watch(lambda call: None):
-            assert mesh.programs
+            assert not mesh.programs
         assert vars(Derived) != before[1]
         raise OSError("in the block")
     assert not mesh.programs
