@@ -44,6 +44,9 @@ if TYPE_CHECKING:
         vocab_parallel_cross_entropy,
     )
     from hyper_parallel.runtime import DeviceMesh, init_device_mesh, simulate
+    from hyper_parallel.tools.comm_mode import CommDebugMode
+    from hyper_parallel.tools.explain import explain_redistribute
+    from hyper_parallel.tools.sharding import visualize_sharding
 
 _ROOMS = {
     "core": ("Layout", "Partial", "Placement", "Replicate", "Shard", "plan"),
@@ -80,6 +83,10 @@ _ROOMS = {
         "vocab_parallel_cross_entropy",
     ),
     "runtime": ("DeviceMesh", "init_device_mesh", "simulate"),
+    # By file: two of them need no framework.
+    "tools.comm_mode": ("CommDebugMode",),
+    "tools.explain": ("explain_redistribute",),
+    "tools.sharding": ("visualize_sharding",),
 }
 _WHERE = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -87,6 +94,7 @@ __all__ = [
     "BackendError",
     "CheckpointError",
     "ColwiseParallel",
+    "CommDebugMode",
     "DTensor",
     "DeviceMesh",
     "HyperParallelError",
@@ -107,6 +115,7 @@ __all__ = [
     "clip_grad_norm_",
     "distribute_module",
     "distribute_tensor",
+    "explain_redistribute",
     "fully_shard",
     "get_total_norm",
     "init_device_mesh",
@@ -118,6 +127,7 @@ __all__ = [
     "register_op_rule",
     "simulate",
     "strict_rules",
+    "visualize_sharding",
     "vocab_parallel_cross_entropy",
 ]
 

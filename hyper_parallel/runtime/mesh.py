@@ -13,6 +13,7 @@ from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
 from hyper_parallel.errors import BackendError, LayoutError, describe
 from hyper_parallel.runtime.interface import Backend, Communicator
 from hyper_parallel.runtime.registry import backend_for
+from hyper_parallel.runtime.watch import introduce
 
 __all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "restore_mesh"]
 
@@ -151,7 +152,17 @@ class DeviceMesh(AbstractMesh):
             else:
                 found = self.backend.joint_communicator(self, axis)
             self._communicators[axis] = found
+            introduce(found, self)
         return found
+
+    def axes_of(self, communicator: Communicator) -> tuple[str, ...]:
+        """Name the axes that a communicator of this mesh is for; none if it is not of this mesh."""
+        for axes, own in self._communicators.items():
+            if own is communicator:
+                return tuple(
+                    self.axis_names[i] for i in ((axes,) if isinstance(axes, int) else axes)
+                )
+        return ()
 
     @property
     def my_coordinate(self) -> tuple[int, ...]:

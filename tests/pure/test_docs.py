@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example in the docstrings of the core and of the NumPy backend does what it says."""
+"""Every example in the docstrings of what needs no framework does what it says."""
 
 import doctest
 import importlib
@@ -12,6 +12,8 @@ import hyper_parallel.core
 
 MODULES = [
     "hyper_parallel.errors",
+    "hyper_parallel.tools.explain",
+    "hyper_parallel.tools.sharding",
     *(
         f"{room.__name__}.{module.name}"
         for room in (hyper_parallel.core, hyper_parallel.backends.numpy)
