@@ -19,10 +19,10 @@ from hyper_parallel.backends.numpy.stacks import (
     spread,
     to_stack,
 )
-from hyper_parallel.core.collective import Plan, Step
+from hyper_parallel.core.collective import Step
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial
-from hyper_parallel.core.plan import plan
+from hyper_parallel.core.plan import Plan, plan
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime.refusals import integer_average
 
