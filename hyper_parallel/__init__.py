@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         distribute_module,
         distribute_tensor,
         get_total_norm,
+        manual_seed,
         register_op_rule,
         step_locally,
         strict_rules,
@@ -38,9 +39,15 @@ if TYPE_CHECKING:
         PrepareModuleOutput,
         RowwiseParallel,
         SequenceParallel,
+        linear_cross_entropy,
+        loss_parallel,
         parallelize_module,
+        vocab_parallel_cross_entropy,
     )
     from hyper_parallel.runtime import DeviceMesh, init_device_mesh, simulate
+    from hyper_parallel.tools.comm_mode import CommDebugMode
+    from hyper_parallel.tools.explain import explain_redistribute
+    from hyper_parallel.tools.sharding import visualize_sharding
 
 _ROOMS = {
     "core": ("Layout", "Partial", "Placement", "Replicate", "Shard", "plan"),
@@ -50,6 +57,7 @@ _ROOMS = {
         "distribute_module",
         "distribute_tensor",
         "get_total_norm",
+        "manual_seed",
         "register_op_rule",
         "step_locally",
         "strict_rules",
@@ -71,9 +79,16 @@ _ROOMS = {
         "PrepareModuleOutput",
         "RowwiseParallel",
         "SequenceParallel",
+        "linear_cross_entropy",
+        "loss_parallel",
         "parallelize_module",
+        "vocab_parallel_cross_entropy",
     ),
     "runtime": ("DeviceMesh", "init_device_mesh", "simulate"),
+    # By file: two of them need no framework.
+    "tools.comm_mode": ("CommDebugMode",),
+    "tools.explain": ("explain_redistribute",),
+    "tools.sharding": ("visualize_sharding",),
 }
 _WHERE = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -81,6 +96,7 @@ __all__ = [
     "BackendError",
     "CheckpointError",
     "ColwiseParallel",
+    "CommDebugMode",
     "DTensor",
     "DeviceMesh",
     "HyperParallelError",
@@ -101,15 +117,21 @@ __all__ = [
     "clip_grad_norm_",
     "distribute_module",
     "distribute_tensor",
+    "explain_redistribute",
     "fully_shard",
     "get_total_norm",
     "init_device_mesh",
+    "linear_cross_entropy",
+    "loss_parallel",
+    "manual_seed",
     "parallelize_module",
     "plan",
     "register_op_rule",
     "simulate",
     "step_locally",
     "strict_rules",
+    "visualize_sharding",
+    "vocab_parallel_cross_entropy",
 ]
 
 

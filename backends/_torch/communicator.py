@@ -21,7 +21,6 @@ import torch.distributed as dist
 from hyper_parallel.backends._torch.compat import all_gather_single, reduce_scatter_single
 from hyper_parallel.backends._torch.dtypes import DtypeSupport
 from hyper_parallel.backends._torch.refusals import (
-    cannot_reduce,
     failed,
     no_uneven,
     wrong_pieces,
@@ -30,6 +29,7 @@ from hyper_parallel.backends._torch.refusals import (
 )
 from hyper_parallel.backends._torch.work import TorchWork, then
 from hyper_parallel.errors import BackendError, HyperParallelError
+from hyper_parallel.runtime.refusals import cannot_reduce
 
 __all__ = ["TorchCommunicator"]
 
@@ -235,7 +235,7 @@ class TorchCommunicator:
             return then(reduce(torch.view_as_real(x), op=op, **how), torch.view_as_complex)
         widened = self._dtypes.widened(op, x.dtype)
         if widened is None:
-            raise cannot_reduce(name, x, op, self._device_type)
+            raise cannot_reduce(name, x.dtype, op, self._device_type, is_complex=x.is_complex())
         wide_op, dtype = widened
         return then(reduce(x.to(dtype), op=wide_op, **how), lambda out: out.to(x.dtype))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.runtime.refusals import cannot_scale, no_identity
 
 __all__ = ["TorchOps"]
 
@@ -83,15 +83,7 @@ def _identity_value(op: str, dtype: torch.dtype) -> Any:
     if op == "product":
         return 1
     if op not in ("max", "min") or dtype.is_complex:
-        raise BackendError(
-            describe(
-                "identity",
-                "op must be sum, avg or product, or, for ordered numbers, max or min",
-                "Use an op that this dtype has",
-                op=op,
-                dtype=dtype,
-            )
-        )
+        raise no_identity(op, dtype)
     lowest = op == "max"
     if dtype == torch.bool:
         return not lowest
@@ -107,14 +99,5 @@ def _scale_ints(x: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
     if exact and divide:
         exact = whole != 0 and not bool(torch.any(x.remainder(whole)))
     if not exact:
-        raise BackendError(
-            describe(
-                "scale",
-                "integers must stay whole numbers, and bools cannot be scaled",
-                "Convert to a floating-point dtype first, or reduce with sum",
-                dtype=x.dtype,
-                factor=factor,
-                divide=divide,
-            )
-        )
+        raise cannot_scale(x.dtype, factor, divide)
     return x.div(whole, rounding_mode="floor") if divide else x.mul(whole)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import BackendError, describe
 
-__all__ = ["cannot_reduce", "failed", "no_uneven", "wrong_pieces", "wrong_rows", "wrong_tensor"]
+__all__ = ["failed", "no_uneven", "wrong_pieces", "wrong_rows", "wrong_tensor"]
 
 
 def wrong_tensor(where: str, x: torch.Tensor, device_type: str) -> BackendError | None:
@@ -33,22 +32,6 @@ def wrong_tensor(where: str, x: torch.Tensor, device_type: str) -> BackendError 
         )
         return BackendError(text)
     return None
-
-
-def cannot_reduce(where: str, x: torch.Tensor, op: str, device_type: str) -> BackendError:
-    """Give the error of an op that does not exist, or that this dtype does not have here."""
-    if op not in REDUCE_OPS:
-        text = describe(where, f"op must be one of {REDUCE_OPS}", "Name one of them", op=op)
-        return BackendError(text)
-    fix = "Reduce with sum" if op == "avg" or x.is_complex() else "Convert to float32 or int32"
-    text = describe(
-        where,
-        f"the {device_type} backend must be able to reduce this dtype with this op",
-        f"{fix} first" if fix.startswith("Convert") else fix,
-        dtype=x.dtype,
-        op=op,
-    )
-    return BackendError(text)
 
 
 def wrong_rows(where: str, x: torch.Tensor, size: int) -> BackendError:

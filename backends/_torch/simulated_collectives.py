@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from hyper_parallel.backends._torch.refusals import (
-    cannot_reduce,
     wrong_pieces,
     wrong_rows,
     wrong_tensor,
@@ -26,6 +25,7 @@ from hyper_parallel.backends._torch.refusals import (
 from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.baton import Baton
 from hyper_parallel.runtime.calls import Call
+from hyper_parallel.runtime.refusals import cannot_reduce
 
 __all__ = ["SimulatedCommunicator", "SimulatedGroup", "SimulatedWork"]
 
@@ -213,7 +213,7 @@ class SimulatedCommunicator:
         averages = op != "avg" or x.is_floating_point() or x.is_complex()
         ordered = op not in ("max", "min") or not x.is_complex()
         if not (known and averages and ordered):
-            raise cannot_reduce(name, x, op, self._device_type)
+            raise cannot_reduce(name, x.dtype, op, self._device_type, is_complex=x.is_complex())
 
     def _check_sizes(
         self, name: str, sizes: Sequence[int], total: int | None, summed: Sequence[int]

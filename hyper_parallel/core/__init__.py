@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes, placements, layouts and plans: pure Python values; no framework is ever imported."""
 
-from hyper_parallel.core.collective import Plan, Step
+from hyper_parallel.core.collective import Step
 from hyper_parallel.core.cost import Link, LinkModel
+from hyper_parallel.core.estimate import Estimate, StepEstimate
 from hyper_parallel.core.interval import chunk_bounds, chunk_sizes
 from hyper_parallel.core.layout import Layout, same_cut
 from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
@@ -15,10 +16,11 @@ from hyper_parallel.core.placement import (
     StridedShard,
     cotangent,
 )
-from hyper_parallel.core.plan import plan
+from hyper_parallel.core.plan import Plan, plan
 
 __all__ = [
     "AbstractMesh",
+    "Estimate",
     "Layout",
     "Link",
     "LinkModel",
@@ -29,6 +31,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Step",
+    "StepEstimate",
     "StridedShard",
     "chunk_bounds",
     "chunk_sizes",

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from hyper_parallel.core.layout import Layout
 
-__all__ = ["COMMUNICATING", "Plan", "Step", "StepKind"]
+__all__ = ["COMMUNICATING", "Step", "StepKind"]
 
 StepKind = Literal[
     "all_reduce",  # P -> R
@@ -63,41 +62,3 @@ class Step:
         orders = (self.src.order, self.dst.order)
         order = "" if orders[0] == orders[1] else f", order {orders[0]} -> {orders[1]}"
         return f"{self.kind}[{'+'.join(names[axis] for axis in self.axes)}: {moved}{order}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The steps that turn `src` into `dst`, in order. The same on every rank.
-
-    Args:
-        src: the layout before.
-        dst: the layout after.
-        steps: what to do; a step starts where the one before ended, though perhaps written
-            otherwise (see `same_cut`).
-        seconds: the estimate of the link model it was planned with.
-
-    Example:
-        >>> from hyper_parallel.core import AbstractMesh, Layout, Partial, Replicate, plan
-        >>> mesh = AbstractMesh("cpu", (4,), mesh_dim_names=("tp",))
-        >>> print(plan(Layout(mesh, (Partial(),), (8,)), Layout(mesh, (Replicate(),), (8,))))
-        all_reduce[tp: P(sum) -> R]
-    """
-
-    src: Layout
-    dst: Layout
-    steps: tuple[Step, ...]
-    seconds: float = 0.0
-
-    @property
-    def communicates(self) -> bool:
-        """Whether any step exchanges data."""
-        return any(step.communicates for step in self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
-
-    def __str__(self) -> str:
-        return "\n".join(map(repr, self.steps)) or "(nothing to do)"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Link", "LinkModel", "elements_moved"]
+__all__ = ["TWO_LEVEL", "Link", "LinkModel", "elements_moved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class LinkModel:
         launch: seconds to start one collective.
         links: one link per mesh axis; by default the first of several axes is a slow one, as
             between nodes, and the others are fast.
+        name: what to call it where its figures are shown.
 
     Example:
         >>> model = LinkModel(launch=1e-5, links=(Link(1e-6, 1e9),))
@@ -48,6 +49,16 @@ class LinkModel:
 
     launch: float = 10e-6
     links: tuple[Link, ...] = ()
+    name: str = "unnamed"
+
+    def describe(self, axis_names: Sequence[str]) -> str:
+        """Write the model out for a mesh with these axes."""
+        links = [self.link(axis, len(axis_names)) for axis in range(len(axis_names))]
+        each = [
+            f"{name} {link.latency * 1e6:g} us a hop, {link.bandwidth / 1e9:g} GB/s"
+            for name, link in zip(axis_names, links, strict=True)
+        ]
+        return f"{self.name!r}: {self.launch * 1e6:g} us a launch; {'; '.join(each)}"
 
     def link(self, axis: int, ndim: int) -> Link:
         """Give the link along an axis of a mesh of `ndim` axes."""
@@ -77,6 +88,10 @@ class LinkModel:
         """
         fixed, per_byte = self.terms(mesh_shape, axes)
         return fixed + size * per_byte
+
+
+TWO_LEVEL = LinkModel(name="two-level")
+"""The model of plans that are given none: slow links along the first of several axes."""
 
 
 def elements_moved(kind: str, num_ranks: int, before: int, after: int) -> int:

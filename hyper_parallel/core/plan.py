@@ -7,20 +7,75 @@ A pure function of frozen values, so every rank finds the same plan, whatever it
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from hyper_parallel.core.collective import Plan, Step
-from hyper_parallel.core.cost import LinkModel
+from hyper_parallel.core.collective import Step
+from hyper_parallel.core.cost import TWO_LEVEL, LinkModel
+from hyper_parallel.core.estimate import Estimate
 from hyper_parallel.core.layout import Layout, same_cut
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.search import cheapest_way
 from hyper_parallel.core.space import Problem, State
 from hyper_parallel.errors import LayoutError, PlanError, describe
 
-__all__ = ["plan"]
+__all__ = ["Plan", "plan"]
 
-_DEFAULT = LinkModel()
 _MAX_PLANS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The steps that turn `src` into `dst`, in order. The same on every rank.
+
+    Args:
+        src: the layout before.
+        dst: the layout after.
+        steps: what to do; a step starts where the one before ended, though perhaps written
+            otherwise (see `same_cut`).
+        seconds: what the search took it to take; see `Estimate` for each step's part.
+        itemsize: bytes per element that it was planned for.
+        model: the link model that it was planned with.
+
+    Example:
+        >>> from hyper_parallel.core import AbstractMesh, Layout, Partial, Replicate, plan
+        >>> mesh = AbstractMesh("cpu", (4,), mesh_dim_names=("tp",))
+        >>> print(plan(Layout(mesh, (Partial(),), (8,)), Layout(mesh, (Replicate(),), (8,))))
+        from Layout([8], P(sum)@tp)
+        to   Layout([8], R@tp)
+        4 bytes an element
+        <BLANKLINE>
+        step                         group        sent  received  estimate
+        all_reduce[tp: P(sum) -> R]  tp: 4 ranks  48 B      48 B     12 us
+        <BLANKLINE>
+        least to receive: 32 B, which some rank lacks; this plan: 1.50 times that
+        link model 'two-level': 10 us a launch; tp 1 us a hop, 200 GB/s
+        Bytes are those of the busiest rank, seconds those of the model: nothing was measured.
+    """
+
+    src: Layout
+    dst: Layout
+    steps: tuple[Step, ...]
+    seconds: float = 0.0
+    itemsize: int = 4
+    model: LinkModel = TWO_LEVEL
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any step exchanges data."""
+        return any(step.communicates for step in self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __str__(self) -> str:
+        estimate = Estimate.of(
+            self.src, self.dst, self.steps, itemsize=self.itemsize, model=self.model
+        )
+        return str(estimate)
 
 
 def plan(src: Layout, dst: Layout, *, itemsize: int = 4, model: LinkModel | None = None) -> Plan:
@@ -53,7 +108,9 @@ def plan(src: Layout, dst: Layout, *, itemsize: int = 4, model: LinkModel | None
     if found is None:
         if len(plans) >= _MAX_PLANS:
             plans.clear()
-        found = plans[key] = _plan(src, dst, itemsize, model or _DEFAULT)
+        model = model or TWO_LEVEL
+        found = _plan(src, dst, itemsize, model)
+        found = plans[key] = replace(found, itemsize=itemsize, model=model)
     return found
 
 

@@ -5,6 +5,7 @@ from hyper_parallel.dtensor.api import distribute_module, distribute_tensor
 from hyper_parallel.dtensor.clip import clip_grad_norm_, get_total_norm
 from hyper_parallel.dtensor.decisions import strict_rules
 from hyper_parallel.dtensor.optim import step_locally
+from hyper_parallel.dtensor.random import manual_seed
 from hyper_parallel.dtensor.teach import register_op_rule
 from hyper_parallel.dtensor.tensor import DTensor
 
@@ -14,6 +15,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "get_total_norm",
+    "manual_seed",
     "register_op_rule",
     "step_locally",
     "strict_rules",

@@ -2,7 +2,7 @@
 """Decide an op on concrete layouts: where operands must be, where results and gradients are.
 
 Decisions are cached by op, layouts and static arguments. An op without a rule, or a call that its
-rule does not describe, runs on gathered operands; random and data-dependent ops are refused.
+rule does not describe, runs on gathered operands; data-dependent ops are refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -30,14 +30,9 @@ __all__ = [
     "decide",
     "gathered",
     "on_meta",
-    "refuse_random",
     "strict_rules",
 ]
 
-_RANDOM = frozenset(
-    "dropout alpha_dropout feature_dropout bernoulli multinomial normal rand_like randn_like"
-    " randint_like rrelu poisson".split()
-)
 _DATA_DEPENDENT = frozenset(
     "nonzero masked_select unique unique_consecutive argwhere bincount".split()
 )
@@ -63,6 +58,7 @@ class Spec:
     divisors: tuple[int, ...] = ()
     vocab_start: int | None = None  # embedding: the first row this rank holds
     local_shape: tuple[int, ...] | None = None  # view-like: the result's local shape
+    random: bool = False  # draws random numbers; see [Note: random numbers] in random.py
 
 
 @contextmanager
@@ -97,9 +93,6 @@ def decide(
 
     Returns:
         The decision; None also where the rule does not fit this form of the call.
-
-    Raises:
-        RuleError: the rule says that the call draws random numbers.
     """
     operands = _with_tensors(bound.operands, tensors)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -190,6 +183,7 @@ def _spec(
             inputs[1].slices(mesh.get_rank())[0].start if decision.shifts and is_inside else None
         ),
         local_shape=outputs[0].local_shape(mesh.get_rank()) if bound.rule.local else None,
+        random=bound.rule.random,
     )
 
 
@@ -198,13 +192,9 @@ def _bound_rule(
 ) -> BoundRule | None:
     """Bind the op's rule; None if the call has a form that the rule does not know."""
     try:
-        rule = find(name, Call(shapes, static))
-        bound = bind(rule, shapes)
+        return bind(find(name, Call(shapes, static)), shapes)
     except RuleError:
         return None
-    if rule.random:
-        refuse_random(name)
-    return bound
 
 
 def _agree(bound: BoundRule, out_shapes: list[tuple[int, ...]]) -> bool:
@@ -261,10 +251,8 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
     """Decide for an op without a rule: every operand is gathered, the result is replicated.
 
     Raises:
-        RuleError: under `strict_rules`, or the op is random or depends on data.
+        RuleError: under `strict_rules`, or the op depends on data.
     """
-    if name in _RANDOM:
-        refuse_random(name)
     fix = f"register_op_rule({name!r}, '... -> ...')"
     if name in _DATA_DEPENDENT or getattr(_strict, "on", False):
         raise RuleError(
@@ -297,19 +285,3 @@ def _frames_of_ours() -> int:
     ):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def refuse_random(name: str) -> NoReturn:
-    """Refuse an op that draws random numbers.
-
-    Raises:
-        RuleError: always.
-    """
-    raise RuleError(
-        describe(
-            f"DTensor op {name!r}",
-            "random ops on DTensors must draw the same on replicas and differ between shards,"
-            " which is not supported yet",
-            "Draw a plain tensor and distribute it, or work on to_local()",
-        )
-    )

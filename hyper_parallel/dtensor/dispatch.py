@@ -7,8 +7,11 @@ that the autograd engine itself makes below it (sums of gradients, detached copi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +24,7 @@ from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["REPLICATE", "ROUTES", "engine_call", "find_route"]
+__all__ = ["REPLICATE", "ROUTES", "engine_call", "find_route", "served_by"]
 
 REPLICATE = Replicate()
 
@@ -34,6 +37,20 @@ _NATIVE = frozenset(
     " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
     " get_device register_post_accumulate_grad_hook __hash__".split()
 )
+
+
+_Functions = Mapping[str, Callable[..., Any]]
+_served: ContextVar[_Functions] = ContextVar("served", default=MappingProxyType({}))
+
+
+@contextmanager
+def served_by(functions: _Functions) -> Generator[None]:
+    """Within it, calls of these names go to the functions, which may give NotImplemented."""
+    token = _served.set({**_served.get(), **functions})
+    try:
+        yield
+    finally:
+        _served.reset(token)
 
 
 Route = Callable[[type[Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -77,7 +94,18 @@ def _route_of(func: Any) -> Route:
         return lambda cls, func, args, kwargs: lists.list_op(cls, func, name, args, kwargs)
     if inplace.is_in_place(name, {}):
         return lambda cls, func, args, kwargs: inplace.run(cls, func, name, args, kwargs)
-    return ops.run
+    return partial(_op, name)
+
+
+def _op(
+    name: str, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    served = _served.get()
+    if served and name in served:
+        result = served[name](*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return ops.run(cls, func, args, kwargs)
 
 
 def _native(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.random import FILLS, fill
 from hyper_parallel.errors import LayoutError, RuleError, describe
 
 __all__ = ["POINTWISE", "is_in_place", "refuse_gradient", "refuse_lost_write", "run"]
@@ -21,7 +22,7 @@ __all__ = ["POINTWISE", "is_in_place", "refuse_gradient", "refuse_lost_write", "
 # Element by element, so they may run on shards of one layout.
 POINTWISE = frozenset(
     "abs add addcdiv addcmul ceil clamp clamp_min clamp_max clip copy cos cosh div divide"
-    " erf exp expm1 fill floor floor_divide fmod float_power frac lerp log log1p logical_and"
+    " erf erfinv exp expm1 fill floor floor_divide fmod float_power frac lerp log log1p logical_and"
     " logical_not logical_or masked_fill maximum minimum mul multiply nan_to_num neg negative pow"
     " reciprocal relu remainder round rsqrt sigmoid sign sin sqrt square sub subtract tanh"
     " true_divide trunc zero".split()
@@ -65,16 +66,20 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     target, others, named = _split_target(args, kwargs)
     _refuse_target(cls, where, target)
     base = _OPERATORS.get(name, name.rstrip("_"))
-    if base not in POINTWISE:
+    if base not in POINTWISE and base not in FILLS:
         raise RuleError(
             describe(
                 where,
-                "an in-place op on a DTensor must be pointwise and not random",
+                "an in-place op on a DTensor must be pointwise, or a random fill",
                 "Use the op that is not in-place, or write to the local part with to_local()",
                 layout=target._layout,
             )
         )
-    refuse_gradient(where, [target, *others, *named.values()])
+    if getattr(func, "__module__", "") != "torch.nn.init":  # which turns gradients off itself
+        refuse_gradient(where, [target, *others, *named.values()])
+    if base in FILLS:
+        fill(func, target, others, named)
+        return target
     operands = (*others, *named.values())
     if target._layout.has_partial and not _allowed_on_pending(cls, base, target, operands):
         raise RuleError(

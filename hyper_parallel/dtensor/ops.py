@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import inplace
-from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta, refuse_random
+from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
 from hyper_parallel.dtensor.known import KnownCall, read_call, remember
 from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
 from hyper_parallel.dtensor.masked import masked_embedding
 from hyper_parallel.dtensor.moves import FromLocal
+from hyper_parallel.dtensor.random import agree, own_draw
 from hyper_parallel.dtensor.signatures import bind_call, op_name
 from hyper_parallel.errors import LayoutError, describe
 
@@ -100,6 +101,8 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     if tensors[0]._layout.mesh.get_coordinate() is None:
         result = _outside(cls, name, _whole_result(func, args, kwargs), spec, moved)
+    elif spec.random:
+        result = _draw(cls, call, spec, moved, name)
     elif has_rule:
         result = apply(cls, call, spec, moved)
         if raw is not None:
@@ -196,12 +199,24 @@ def _lift_scalars(cls: type[Any], flat: list[Any]) -> bool:
     return bool(plain)
 
 
+def _draw(cls: type[Any], call: Any, spec: Spec, tensors: Sequence[Any], name: str) -> Any:
+    """Run a random op by its rule; see [Note: random numbers] in random.py."""
+    device = tensors[0].device
+    agree(spec.inputs[0].mesh, device, name)  # type: ignore[arg-type]
+    layout = (spec.outputs or spec.inputs)[0]
+    if layout.is_replicated:
+        return apply(cls, call, spec, tensors)
+    with own_draw(layout, device):
+        return apply(cls, call, spec, tensors)
+
+
 class _Watch(TorchDispatchMode):
-    """While an op without a rule runs: refuse random ops, and writes to gathered operands."""
+    """While an op without a rule runs: compare random states, refuse writes to copies."""
 
     def __init__(self, name: str, given: Sequence[Any], moved: Sequence[Any]) -> None:
         super().__init__()
         self.name = name
+        self.mesh, self.device = given[0].device_mesh, given[0].device
         pairs = zip(given, moved, strict=True)
         self.copies = {_storage(now._local) for was, now in pairs if now is not was}
 
@@ -213,7 +228,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            refuse_random(self.name)
+            agree(self.mesh, self.device, self.name)
         if self.copies and func._schema.is_mutable:
             self._refuse_lost_writes(func, args)
         return func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.placement import REDUCE_OPS, normalize
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh, backend_for, current_mesh
+from hyper_parallel.runtime.refusals import integer_average
 
 __all__ = [
     "is_torch_dtensor",
@@ -189,14 +190,7 @@ def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], 
     if not (dtype.is_floating_point or dtype.is_complex) and any(
         p.is_partial("avg") for p in placements
     ):
-        raise LayoutError(
-            describe(
-                where,
-                "Partial('avg') needs a floating point tensor",
-                "Use Partial('sum') and divide afterwards",
-                dtype=dtype,
-            )
-        )
+        raise integer_average(where, dtype)
 
 
 def _sequence(value: Any) -> Sequence[Any]:

@@ -59,7 +59,7 @@ atan2 floor_divide: input* other*
 div: input* other* rounding_mode
 pow: input* exponent*
 masked_fill: input* mask* value
-dropout: input* p training inplace
+dropout alpha_dropout dropout1d dropout2d dropout3d: input* p training inplace
 clamp: input* min max
 gelu: input* approximate
 elu leaky_relu hardtanh softplus: input* first second third

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parallel styles and parallelize_module: plans over a module tree."""
 
+from hyper_parallel.parallel.loss import loss_parallel
+from hyper_parallel.parallel.losses import linear_cross_entropy, vocab_parallel_cross_entropy
 from hyper_parallel.parallel.parallelize import parallelize_module
 from hyper_parallel.parallel.prepare import (
     PrepareModuleInput,
@@ -19,5 +21,8 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "linear_cross_entropy",
+    "loss_parallel",
     "parallelize_module",
+    "vocab_parallel_cross_entropy",
 ]

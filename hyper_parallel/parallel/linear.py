@@ -36,7 +36,7 @@ from hyper_parallel.parallel.checks import (
     relocate,
 )
 from hyper_parallel.parallel.sizes import global_shape, learn
-from hyper_parallel.runtime import DeviceMesh, execute
+from hyper_parallel.runtime import Communicator, DeviceMesh, execute
 
 __all__ = ["LinearForward"]
 
@@ -51,7 +51,7 @@ class Moves:
     leave: Move | None
     enter_back: Move | None
     leave_back: Move | None
-    reduce_back: Callable[..., Any] | None  # in place of enter_back: an all-reduce to overlap
+    reduce_back: Communicator | None  # in place of enter_back: an all-reduce to overlap
     x_layout: Layout | None  # set where the shapes were needed
     y_layout: Layout | None
 
@@ -149,10 +149,13 @@ class LinearForward:
         outer = self.x_place if self.column else self.y_place
         if not outer.is_replicate() or not inner.is_shard(-1):
             return None
-        reduce = self.mesh.communicator(0).all_reduce if self.mesh.size() > 1 else None
+        if self.mesh.size() == 1:
+            return Moves(None, None, None, None, None, None, None)
+        comm = self.mesh.communicator(0)
         if self.column:
-            return Moves(None, None, None, None, reduce, None, None)
-        return Moves(None, reduce, None, None, None, None, None)
+            return Moves(None, None, None, None, comm, None, None)
+        # Not the bound method: see [Note: watched calls].
+        return Moves(None, lambda y: comm.all_reduce(y), None, None, None, None, None)
 
     def _moves(self, x: torch.Tensor) -> Moves:
         """Give the moves for this input's global shape."""
@@ -275,7 +278,7 @@ class _FusedLinear(torch.autograd.Function):
         if need_x:
             grad_x = grad @ w
             if moves.reduce_back is not None:
-                work = moves.reduce_back(grad_x, async_op=True)
+                work = moves.reduce_back.all_reduce(grad_x, async_op=True)
         if need_w or need_b:
             rows = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
             if need_w:

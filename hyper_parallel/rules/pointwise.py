@@ -36,6 +36,13 @@ def dropout(call: Call) -> OpRule:
     return _RANDOM if call.flag("training", True) and call.get("p", 0.5) else _UNARY_LINEAR
 
 
+def dropout_of_channels(call: Call) -> OpRule:
+    """Dropout of whole channels, dim 1 of a batch: what is dropped together is not cut."""
+    is_random = bool(call.flag("training", True) and call.get("p", 0.5))
+    rest = " _" * (len(call.shape) - 2)
+    return parse_rule(f"n c{rest} -> n c{rest}", random=is_random, linear=not is_random)
+
+
 _UNARY_NAMES = (
     "abs exp exp2 expm1 log log1p log2 sqrt rsqrt reciprocal square sin cos erf sign floor ceil"
     " round sigmoid tanh relu relu6 gelu silu elu leaky_relu softplus hardtanh logsigmoid clamp"
@@ -60,5 +67,7 @@ RULES: dict[str, Rule] = {
     "lerp": parse_rule("... + ..., ... -> ...", linear=(0, 1)),
     "addcmul": parse_rule("... + ..., ... -> ...", linear=True),
     "addcdiv": parse_rule("... + ..., ... -> ...", linear=(0, 1)),
-    "dropout": dropout,
+    **dict.fromkeys("dropout alpha_dropout".split(), dropout),
+    **dict.fromkeys("dropout1d dropout2d dropout3d".split(), dropout_of_channels),
+    **dict.fromkeys("rand_like randn_like randint_like bernoulli poisson".split(), _RANDOM),
 }

@@ -6,6 +6,7 @@ from hyper_parallel.runtime.interface import ArrayOps, Backend, Capabilities, Co
 from hyper_parallel.runtime.mesh import DeviceMesh, current_mesh, init_device_mesh
 from hyper_parallel.runtime.registry import available_backends, backend_for, override_backend
 from hyper_parallel.runtime.simulation import Simulation, current_rank, simulate
+from hyper_parallel.runtime.watch import IssuedCollective, watch
 
 __all__ = [
     "ArrayOps",
@@ -13,6 +14,7 @@ __all__ = [
     "Capabilities",
     "Communicator",
     "DeviceMesh",
+    "IssuedCollective",
     "Simulation",
     "Work",
     "available_backends",
@@ -23,4 +25,5 @@ __all__ = [
     "init_device_mesh",
     "override_backend",
     "simulate",
+    "watch",
 ]

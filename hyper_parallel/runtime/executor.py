@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.collective import Plan, Step
+from hyper_parallel.core.collective import Step
 from hyper_parallel.core.exchange import (
     group_ranks,
     parts_of,
@@ -27,6 +27,7 @@ from hyper_parallel.core.exchange import (
 from hyper_parallel.core.interval import chunk_sizes
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial, Shard
+from hyper_parallel.core.plan import Plan
 from hyper_parallel.runtime.interface import ArrayOps, Communicator
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.parts import consecutive, packer, put, take, unpacker

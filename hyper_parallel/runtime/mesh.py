@@ -13,6 +13,7 @@ from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
 from hyper_parallel.errors import BackendError, LayoutError, describe
 from hyper_parallel.runtime.interface import Backend, Communicator
 from hyper_parallel.runtime.registry import backend_for
+from hyper_parallel.runtime.watch import introduce
 
 __all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "restore_mesh"]
 
@@ -80,8 +81,8 @@ class DeviceMesh(AbstractMesh):
     def _attach(self, backend: Backend, parent: DeviceMesh | None) -> None:
         self.backend = backend
         self._parent = parent
-        self._my_rank = backend.rank()
-        self._my_coordinate = self.coordinate(self._my_rank)
+        self._my_rank = _rank_of(backend)
+        self._my_coordinate = None if self._my_rank is None else self.coordinate(self._my_rank)
         self._communicators: dict[int | tuple[int, ...], Communicator] = {}
         # What the executor worked out for this rank, by the plan's id; see [Note: programs] there.
         self.programs: dict[int, Any] = {}
@@ -102,12 +103,17 @@ class DeviceMesh(AbstractMesh):
         return self.backend.index_array(self)
 
     def get_rank(self) -> int:
-        """Give this process's global rank."""
-        return self._my_rank
+        """Give this process's global rank.
+
+        Raises:
+            BackendError: this process is every rank of the mesh, as on the "numpy" backend.
+        """
+        return self.backend.rank() if self._my_rank is None else self._my_rank
 
     def get_coordinate(self) -> list[int] | None:
         """Give this rank's coordinate, or None outside the mesh."""
-        return None if self._my_coordinate is None else list(self._my_coordinate)
+        coordinate = self.coordinate(self.get_rank())
+        return None if coordinate is None else list(coordinate)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Give this rank's position along an axis; without an axis the mesh must have one.
@@ -146,7 +152,17 @@ class DeviceMesh(AbstractMesh):
             else:
                 found = self.backend.joint_communicator(self, axis)
             self._communicators[axis] = found
+            introduce(found, self)
         return found
+
+    def axes_of(self, communicator: Communicator) -> tuple[str, ...]:
+        """Name the axes that a communicator of this mesh is for; none if it is not of this mesh."""
+        for axes, own in self._communicators.items():
+            if own is communicator:
+                return tuple(
+                    self.axis_names[i] for i in ((axes,) if isinstance(axes, int) else axes)
+                )
+        return ()
 
     @property
     def my_coordinate(self) -> tuple[int, ...]:
@@ -181,7 +197,7 @@ class DeviceMesh(AbstractMesh):
             abstract = AbstractMesh(
                 self.device_type,
                 [self.shape[axis] for axis in axes],
-                ranks=self.submesh_ranks(axes, rank=self._my_rank),
+                ranks=self.submesh_ranks(axes, rank=self.get_rank()),
                 mesh_dim_names=wanted,
             )
             handle = self.backend.slice_handle(self._handle, wanted)
@@ -244,13 +260,14 @@ class DeviceMesh(AbstractMesh):
         _meshes().pop()
 
     def _here(self, where: str) -> tuple[int, ...]:
+        rank = self.get_rank()
         if self._my_coordinate is None:
             raise LayoutError(
                 describe(
                     where,
                     f"this rank must be in the mesh (ranks {self.ranks})",
-                    f"rank {self._my_rank} not in mesh; ask only on the mesh's ranks",
-                    rank=self._my_rank,
+                    f"rank {rank} not in mesh; ask only on the mesh's ranks",
+                    rank=rank,
                 )
             )
         return self._my_coordinate
@@ -299,7 +316,7 @@ class DeviceMesh(AbstractMesh):
             LayoutError: there is none.
         """
         backend = backend_for(device_type)
-        key, here = (device_type, shape, ranks, names), (backend, backend.rank())
+        key, here = (device_type, shape, ranks, names), (backend, _rank_of(backend))
         found = [m for m in _live.values() if m._key() == key and (m.backend, m._my_rank) == here]
         if not found:
             raise LayoutError(
@@ -382,6 +399,10 @@ def _meshes() -> list[DeviceMesh]:
     if meshes is None:
         meshes = _stack.meshes = []
     return meshes
+
+
+def _rank_of(backend: Backend) -> int | None:
+    return None if backend.capabilities.all_ranks else backend.rank()
 
 
 def _check_ranks(mesh: DeviceMesh, backend: Backend) -> None:

@@ -21,6 +21,7 @@ _BUILT_IN = {
     "cpu": "hyper_parallel.backends.cpu:CpuBackend",
     "cuda": "hyper_parallel.backends.cuda:CudaBackend",
     "npu": "hyper_parallel.backends.npu:NpuBackend",
+    "numpy": "hyper_parallel.backends.numpy:NumpyBackend",
 }
 
 _loaded: dict[str, Backend] = {}

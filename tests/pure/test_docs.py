@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example in the docstrings of the framework-free core does what it says."""
+"""Every example in the docstrings of what needs no framework does what it says."""
 
 import doctest
 import importlib
@@ -7,13 +7,17 @@ import pkgutil
 
 import pytest
 
+import hyper_parallel.backends.numpy
 import hyper_parallel.core
 
 MODULES = [
     "hyper_parallel.errors",
+    "hyper_parallel.tools.explain",
+    "hyper_parallel.tools.sharding",
     *(
-        f"hyper_parallel.core.{module.name}"
-        for module in pkgutil.iter_modules(hyper_parallel.core.__path__)
+        f"{room.__name__}.{module.name}"
+        for room in (hyper_parallel.core, hyper_parallel.backends.numpy)
+        for module in pkgutil.iter_modules(room.__path__)
     ),
 ]
 

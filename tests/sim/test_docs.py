@@ -18,6 +18,7 @@ MODULES = [
     "hyper_parallel.runtime.executor",
     "hyper_parallel.runtime.mesh",
     "hyper_parallel.runtime.registry",
+    "hyper_parallel.tools.comm_mode",
 ]
 
 

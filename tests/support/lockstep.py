@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.backends.numpy import NumpyOps
 from hyper_parallel.core import AbstractMesh
 from hyper_parallel.runtime import Capabilities, DeviceMesh, override_backend
 
@@ -236,46 +237,19 @@ def _overwrite(values: Sequence[Array]) -> None:
         value[...] = GARBAGE
 
 
-class LockstepOps:
-    """NumPy's `ArrayOps`."""
+class LockstepOps(NumpyOps):
+    """NumPy's `ArrayOps`; fresh arrays hold garbage, and a view out of range fails."""
 
     def narrow(self, x: Array, dim: int, start: int, length: int) -> Array:
         assert 0 <= start <= start + length <= x.shape[dim], "narrow out of range"
-        return x[(slice(None),) * dim + (slice(start, start + length),)]
-
-    def cat(self, parts: Sequence[Array], dim: int) -> Array:
-        return np.ascontiguousarray(np.concatenate(parts, dim))
-
-    def movedim(self, x: Array, src: int, dst: int) -> Array:
-        return np.moveaxis(x, src, dst)
-
-    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        return x.reshape(tuple(shape))
-
-    def contiguous(self, x: Array) -> Array:
-        return x if x.flags.c_contiguous else x.copy(order="C")
-
-    def clone(self, x: Array) -> Array:
-        return x.copy(order="C")
+        return super().narrow(x, dim, start, length)
 
     def empty(self, shape: Sequence[int], like: Array) -> Array:
         return np.full(tuple(shape), GARBAGE, like.dtype)
 
-    def identity(self, shape: Sequence[int], op: str, like: Array) -> Array:
-        value: Any = {"sum": 0, "avg": 0, "product": 1}.get(op)
-        if value is None and like.dtype.kind == "f":
-            value = -np.inf if op == "max" else np.inf
-        elif value is None:
-            limits = np.iinfo(like.dtype)
-            value = limits.min if op == "max" else limits.max
-        return np.full(tuple(shape), value, like.dtype)
-
-    def scale(self, x: Array, factor: float, *, divide: bool = False) -> Array:
-        return np.asarray(x / factor if divide else x * factor, x.dtype)
-
     def copy_into(self, dst: Array, src: Array) -> None:
         assert dst.shape == src.shape, "copy_into takes equal shapes"
-        dst[...] = src
+        super().copy_into(dst, src)
 
 
 class LockstepBackend:

@@ -3,14 +3,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import assume
+from hypothesis import strategies as st
 
-from hyper_parallel.core import AbstractMesh, Layout, Partial, Placement, Plan, plan, same_cut
+from hyper_parallel.core import (
+    AbstractMesh,
+    Layout,
+    Packed,
+    Partial,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+    StridedShard,
+    plan,
+    same_cut,
+)
 from hyper_parallel.core.collective import COMMUNICATING
+from hyper_parallel.core.placement import REDUCE_OPS
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, execute
 from support import oracle
 from support.lockstep import World
@@ -47,6 +64,47 @@ class Move:
         self.moved[rank] = execute(self.forward, self.held.get(rank, outside), mesh)
         self.returned[rank] = execute(self.backward, self.cotangents.get(rank, outside), mesh)
         self.calls[rank] = world.calls[rank][first:]
+
+
+def placements_of(shape: Sequence[int], ops: Sequence[str] = REDUCE_OPS) -> list[Placement]:
+    """List the plain placements of a tensor, and shards in blocks."""
+    shards = [Shard(dim) for dim in range(len(shape))]
+    blocks = [Shard(dim, block=2) for dim, size in enumerate(shape) if size % 2 == 0]
+    return [Replicate(), *shards, *blocks, *map(Partial, ops)]
+
+
+def strided_of(shape: Sequence[int]) -> list[Placement]:
+    """Strided and packed shards; those of a dim in order, so that a slice of them has all kinds."""
+    found: list[Placement] = []
+    for dim, size in enumerate(shape):
+        found += [StridedShard(dim, 2), Packed(dim, (size // 3, size - size // 3))]
+        found += [StridedShard(dim, 3), Packed(dim, (size - size % 2, size % 2), blocks=(2, 1))]
+    return found
+
+
+@st.composite
+def legal_placements(draw: Any, sizes: Sequence[int], shape: Sequence[int]) -> Any:
+    """Draw one placement per mesh axis, of any kind, that a layout may have."""
+    ops = draw(st.sampled_from([("sum", "avg"), *((op,) for op in REDUCE_OPS)]))
+    choices = [*placements_of(shape, ops), *strided_of(shape)]
+    placements = tuple(draw(st.tuples(*(st.sampled_from(choices) for _ in sizes))))
+    try:
+        Layout(AbstractMesh("cpu", sizes), placements, tuple(shape))
+    except LayoutError:
+        assume(False)
+    return placements
+
+
+@st.composite
+def moves_on_meshes(draw: Any, most_ranks: int = 8) -> Any:
+    """Draw a mesh in any order, with ranks outside it, a shape, and two legal layouts."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    count = math.prod(sizes)
+    assume(count <= most_ranks)
+    ranks = draw(st.permutations(range(count + 2)))[:count]
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    src, dst = (draw(legal_placements(sizes, shape)) for _ in range(2))
+    return np.array(ranks).reshape(sizes), Move(shape, src, dst)
 
 
 def check_moves(grid: Array, moves: Sequence[Move], **capabilities: bool) -> None:

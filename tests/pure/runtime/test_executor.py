@@ -6,45 +6,28 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.core import (
     AbstractMesh,
     Layout,
-    Packed,
     Partial,
     Replicate,
     Shard,
     StridedShard,
     plan,
 )
-from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, execute
 from hyper_parallel.runtime.executor import scatter_from
 from support import oracle
 from support.lockstep import World
-from support.moves import Move, check_moves
+from support.moves import Move, check_moves, moves_on_meshes, placements_of, strided_of
 
 CAPABILITIES = [{"uneven_gather": have, "native_avg": have} for have in (False, True)]
 # Even, uneven and empty shards on up to 4 ranks; no elements at all; no dims at all.
 SHAPES = [(8, 4), (5, 3), (2, 6), (1, 9), (6,), (0, 3), (3, 0), (2, 3, 5), ()]
-
-
-def placements_of(shape, ops=REDUCE_OPS):
-    shards = [Shard(dim) for dim in range(len(shape))]
-    blocks = [Shard(dim, block=2) for dim, size in enumerate(shape) if size % 2 == 0]
-    return [Replicate(), *shards, *blocks, *map(Partial, ops)]
-
-
-def strided_of(shape):
-    """Strided and packed shards; those of a dim in order, so that a slice of them has all kinds."""
-    found = []
-    for dim, size in enumerate(shape):
-        found += [StridedShard(dim, 2), Packed(dim, (size // 3, size - size // 3))]
-        found += [StridedShard(dim, 3), Packed(dim, (size - size % 2, size % 2), blocks=(2, 1))]
-    return found
 
 
 def legal_pairs(grid, shape, choices):
@@ -129,30 +112,7 @@ def test_execute_every_pair_on_three_axes(shape):
     check_moves(grid, [Move(shape, src, dst) for src, dst in pairs])
 
 
-@st.composite
-def settings_of_moves(draw):
-    """Draw a mesh of up to 8 ranks in any order, a shape, and two legal layouts."""
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    assume(math.prod(sizes) <= 8)
-    count = math.prod(sizes)
-    ranks = draw(st.permutations(range(count + 2)))[:count]
-    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
-    choices = [*placements_of(shape, ops=()), *strided_of(shape)]
-
-    def layout():
-        ops = draw(st.sampled_from([("sum", "avg"), *((op,) for op in REDUCE_OPS)]))
-        options = st.sampled_from([*choices, *map(Partial, ops)])
-        placements = tuple(draw(st.tuples(*(options for _ in sizes))))
-        try:
-            Layout(AbstractMesh("cpu", sizes), placements, shape)
-        except LayoutError:
-            assume(False)
-        return placements
-
-    return np.array(ranks).reshape(sizes), Move(shape, layout(), layout())
-
-
-@given(case=settings_of_moves(), uneven=st.booleans(), avg=st.booleans())
+@given(case=moves_on_meshes(), uneven=st.booleans(), avg=st.booleans())
 def test_execute_any_pair_on_any_mesh(case, uneven, avg):
     grid, move = case
     check_moves(grid, [move], uneven_gather=uneven, native_avg=avg)

@@ -172,31 +172,6 @@ def test_reads():
     assert needs_grad.sum().item() == pytest.approx(whole.sum().item())
 
 
-@gathers
-@simulate(2)
-def test_random_ops_are_refused_before_they_draw():
-    x, _ = made(None, 4, 6)
-    state = torch.get_rng_state()
-    for op in (
-        F.dropout,
-        F.alpha_dropout,
-        F.gumbel_softmax,
-        F.dropout1d,
-        torch.bernoulli,
-        torch.rand_like,
-        torch.randn_like,
-        lambda t: torch.randint_like(t, 3),
-        lambda t: t.abs().multinomial(1),
-        lambda t: F.scaled_dot_product_attention(t, t, t, dropout_p=0.5),
-        lambda t: torch.normal(t, 1.0),
-        lambda t: F.rrelu(t, training=True),
-    ):
-        with pytest.raises(RuleError, match="random ops on DTensors must draw the same"):
-            op(x)
-    assert torch.equal(state, torch.get_rng_state())
-    same(F.dropout(x, training=False), x.full_tensor())
-
-
 @simulate(2)
 def test_data_dependent_ops_are_refused():
     x, _ = made()

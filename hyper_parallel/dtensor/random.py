@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers on DTensors: the same on replicas, different on shards, and replayable.
+
+[Note: random numbers] Every draw comes from torch's default generator of the device, whose state
+must be the same on every rank of the mesh (torch.manual_seed with one seed; compared at a mesh's
+first draw). A draw whose result is whole on every rank is that of one process. So is a draw that
+fills a DTensor (normal_, uniform_, the functions of torch.nn.init): each rank draws the whole and
+keeps its part, so initial values do not depend on the number of ranks; this takes the memory of the
+whole for a moment. Any other draw on shards (dropout, rand_like, ...) is made by a generator seeded
+with the default one's state and the shard's place: it differs from one process, and with the number
+of shards. The default generator then goes on as after one draw, on every rank alike. Since all
+follows from its state, what restores that state, as activation checkpointing does, gets the same
+numbers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from hyper_parallel.core import Layout
+from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.read import read_mesh
+from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.runtime import DeviceMesh
+
+__all__ = ["FILLS", "agree", "fill", "manual_seed", "own_draw"]
+
+FILLS = frozenset(
+    "normal uniform bernoulli exponential geometric log_normal cauchy random"
+    " kaiming_uniform".split()
+)
+_agreed: WeakSet[DeviceMesh] = WeakSet()
+
+
+def manual_seed(seed: int, device_mesh: Any = None) -> None:
+    """Seed torch's default generators alike on every rank of a mesh.
+
+    Args:
+        seed: the seed, the same on every rank.
+        device_mesh: the mesh; default the one of the enclosing `with mesh:` block.
+
+    Communicates:
+        One exchange of two integers per axis.
+
+    Raises:
+        LayoutError: the ranks pass different seeds.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import init_device_mesh, manual_seed, simulate
+        >>> @simulate(2)
+        ... def draw():
+        ...     manual_seed(7, init_device_mesh("cpu", (2,)))
+        ...     return torch.rand(()).item()
+        >>> one, other = draw()
+        >>> one == other
+        True
+    """
+    mesh = read_mesh(device_mesh, "manual_seed")
+    if mesh.get_coordinate() is None:
+        return
+    least, most = _extremes(mesh, seed)
+    if least != most:
+        raise LayoutError(
+            describe(
+                "manual_seed",
+                "every rank of the mesh must pass the same seed",
+                "Pass one seed; shards draw different numbers all the same",
+                least=least,
+                most=most,
+            )
+        )
+    torch.manual_seed(seed)
+
+
+def agree(mesh: DeviceMesh, device: torch.device, name: str) -> None:
+    """Compare the ranks' random states at the first draw on a mesh.
+
+    Communicates:
+        At the first draw one exchange of two integers per axis.
+
+    Raises:
+        LayoutError: on every rank, if two ranks' states differ.
+    """
+    if mesh in _agreed or mesh.get_coordinate() is None:
+        return
+    least, most = _extremes(mesh, _digest(_state(device), 0) >> 2)
+    if least != most:
+        raise LayoutError(
+            describe(
+                f"DTensor op {name!r}",
+                "random states must be the same on every rank of the mesh",
+                "Call hyper_parallel.manual_seed(seed, mesh) after everything that draws on one"
+                " rank only",
+                mesh=mesh,
+            )
+        )
+    _agreed.add(mesh)
+
+
+def _extremes(mesh: DeviceMesh, value: int) -> tuple[int, int]:
+    """Give the least and the greatest value of any rank of the mesh."""
+    least = most = value
+    for axis, size in enumerate(mesh.shape):
+        if size > 1:
+            every = mesh.communicator(axis).all_gather_ints([least, most])
+            least, most = min(low for low, _ in every), max(high for _, high in every)
+    return least, most
+
+
+@contextmanager
+def own_draw(layout: Layout, device: torch.device) -> Generator[None]:
+    """Within it the default generator draws this shard's own numbers; see [Note: random numbers].
+
+    Args:
+        layout: where the drawn values lie; replicas draw alike.
+        device: whose generator.
+    """
+    mesh = layout.mesh
+    coordinate = mesh.coordinate(mesh.get_rank())  # type: ignore[attr-defined]
+    place = 0
+    for axis, placement in enumerate(layout.placements):
+        if placement.cut_dim is not None and coordinate is not None:
+            place = place * mesh.shape[axis] + coordinate[axis]
+    before = _state(device)
+    torch.empty(1, device=device).uniform_()
+    after = _state(device)
+    try:
+        _generators(device).manual_seed(_digest(before, place + 1))
+        yield
+    finally:
+        _set_state(device, after)
+
+
+def fill(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Fill a DTensor in place with what one process would draw.
+
+    Communicates:
+        The comparison of `agree`; a probability given as a DTensor is gathered.
+    """
+    layout: Layout = target._layout
+    local = target._local
+    agree(layout.mesh, local.device, func.__name__)  # type: ignore[arg-type]
+    cls = type(target)
+
+    def whole_of(value: Any) -> Any:
+        return value.local_in(value._layout.replicated) if isinstance(value, cls) else value
+
+    args = tuple(map(whole_of, args))
+    kwargs = {key: whole_of(value) for key, value in kwargs.items()}
+    with torch.no_grad():
+        if layout.is_replicated:
+            func(local, *args, **kwargs)
+            return
+        whole = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
+        func(whole, *args, **kwargs)
+        local.copy_(move(whole, layout.replicated, layout))
+
+
+def _generators(device: torch.device) -> Any:
+    """Give what seeds the device's default generator: the generator, or the device's module."""
+    if device.type == torch.default_generator.device.type:
+        return torch.default_generator
+    return torch.get_device_module(device)
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    generators = _generators(device)
+    if generators is torch.default_generator:
+        return generators.get_state()
+    return generators.get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: torch.Tensor) -> None:
+    generators = _generators(device)
+    if generators is torch.default_generator:
+        generators.set_state(state)
+    else:
+        generators.set_rng_state(state, device)
+
+
+def _digest(state: torch.Tensor, place: int) -> int:
+    """Make a seed of a generator's state and a number."""
+    data = state.numpy().tobytes()
+    key = place.to_bytes(8, "little")
+    return int.from_bytes(blake2b(data, digest_size=8, key=key).digest(), "little") >> 1
