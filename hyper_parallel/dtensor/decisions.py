@@ -23,7 +23,7 @@ from hyper_parallel.core.factor import BoundRule, bind
 from hyper_parallel.core.propagate import Decision, propagate
 from hyper_parallel.dtensor.signatures import BoundCall
 from hyper_parallel.errors import RuleError, describe
-from hyper_parallel.rules import Call, find, names, rules_version
+from hyper_parallel.rules import Call, find, names, pointwise, rules_version
 
 __all__ = [
     "Spec",
@@ -41,6 +41,8 @@ _READS = frozenset(
     "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __format__ equal allclose"
     " isclose __contains__ cpu __str__".split()
 )
+
+_SHAPE_KEEPING = frozenset("layer_norm rms_norm softmax log_softmax".split())
 
 _warned: set[str] = set()
 _strict = threading.local()
@@ -113,8 +115,11 @@ def decide(
     if found is _MISSING:
         if name not in names():  # not kept: a rule may be registered later
             return None
-        out_shapes = _global_results(name, func, args, kwargs)
+        told = _told_results(name, operands, dict(bound.static))
+        out_shapes = told or _global_results(name, func, args, kwargs)
         found = _decide(name, bound.static, operands, out_shapes, needs_grad)
+        if found is None and told:
+            _global_results(name, func, args, kwargs)  # refuses what torch refuses
         if len(specs) >= _MAX_SPECS:
             specs.clear()
         specs[key] = found
@@ -204,6 +209,32 @@ def _agree(bound: BoundRule, out_shapes: list[tuple[int, ...]]) -> bool:
         and all(size in (None, have) for size, have in zip(rule, real, strict=True))
         for rule, real in zip(bound.results, out_shapes, strict=True)
     )
+
+
+def _told_results(
+    name: str, operands: Sequence[Any], static: dict[str, Any]
+) -> list[tuple[int, ...]] | None:
+    """Give the global shapes of the results of the most common ops; None: ask torch.
+
+    For these torch's way to tell, meta tensors, imports the compiler at first use, which takes a
+    second.
+    """
+    shapes = [t._layout.shape for t in operands if t is not None]
+    if name in _SHAPE_KEEPING:
+        return shapes[:1]
+    if name in pointwise.RULES:
+        try:
+            return [tuple(torch.broadcast_shapes(*shapes))]
+        except RuntimeError:
+            return None  # torch will refuse it in its own words
+    dim = static.get("dim")
+    dims = dim if type(dim) is tuple else (dim,)
+    ndim = len(shapes[0]) if shapes else 0
+    if name != "mean" or not dims or not all(type(d) is int and -ndim <= d < ndim for d in dims):
+        return [()] if name == "mean" and dim is None and not static.get("keepdim") else None
+    reduced = {d % ndim for d in dims}
+    kept = [1 if d in reduced else size for d, size in enumerate(shapes[0])]
+    return [tuple(s for d, s in enumerate(kept) if static.get("keepdim") or d not in reduced)]
 
 
 def _casts_to_integer(static: tuple[tuple[str, Any], ...]) -> bool:
