@@ -4,6 +4,7 @@
 from hyper_parallel.dtensor.api import distribute_module, distribute_tensor
 from hyper_parallel.dtensor.clip import clip_grad_norm_, get_total_norm
 from hyper_parallel.dtensor.decisions import strict_rules
+from hyper_parallel.dtensor.implicit import implicit_replication
 from hyper_parallel.dtensor.optim import step_locally
 from hyper_parallel.dtensor.random import manual_seed
 from hyper_parallel.dtensor.teach import register_op_rule
@@ -15,6 +16,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "get_total_norm",
+    "implicit_replication",
     "manual_seed",
     "register_op_rule",
     "step_locally",

@@ -103,6 +103,7 @@ def decide(
         rules_version(),
         func,
         bound.static,
+        _kinds(bound.static),
         needs_grad,
         tuple(None if t is None else (t._layout, t.dtype) for t in operands),
     )
@@ -124,6 +125,11 @@ def decide(
             specs.clear()
         specs[key] = found
     return found
+
+
+def _kinds(value: Any) -> Any:
+    """Give the types in a key, for True, 1 and 1.0 are equal; see [Note: known calls]."""
+    return tuple(map(_kinds, value)) if isinstance(value, tuple) else type(value)
 
 
 def _with_tensors(operands: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:

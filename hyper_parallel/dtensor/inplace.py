@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout
+from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.random import FILLS, fill
 from hyper_parallel.errors import LayoutError, RuleError, describe
@@ -179,16 +180,19 @@ def _operand(cls: type[Any], where: str, target: Any, value: Any, is_copy: bool)
             return move(value._local, own, layout)  # type: ignore[attr-defined]
     elif value.ndim == 0:
         return value
+    elif counts_as_replicated(cls, value):
+        return _operand(cls, where, target, replicated(cls, value, layout.mesh), is_copy)
     elif is_copy and tuple(value.shape) == layout.shape and not layout.has_partial:
         # A plain full tensor, as load_state_dict copies in: every rank takes its own part.
-        return value[layout.slices(layout.mesh.get_rank())]  # type: ignore[attr-defined]
+        return move(value, layout.replicated, layout)
     elif not is_copy:
         raise LayoutError(
             describe(
                 where,
                 "every tensor operand must be a DTensor",
-                "Say where the plain tensor is with DTensor.from_local or distribute_tensor, or"
-                " work on to_local()",
+                "Say where the plain tensor is with DTensor.from_local or distribute_tensor, work"
+                " on to_local(), or, if every rank has the same, inside"
+                " `with implicit_replication():`",
                 shape=tuple(value.shape),
             )
         )

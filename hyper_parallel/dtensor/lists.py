@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout
+from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.inplace import POINTWISE, refuse_gradient, refuse_lost_write
 from hyper_parallel.dtensor.local_op import wrap
 from hyper_parallel.dtensor.moves import move
@@ -114,6 +115,8 @@ def _local_list(
 def _list_operand(
     cls: type[Any], where: str, value: Any, layout: Layout | None, is_fused: bool
 ) -> Any:
+    if layout is not None and counts_as_replicated(cls, value) and value.ndim:
+        value = replicated(cls, value, layout.mesh)
     if isinstance(value, cls):
         own: Layout = value._layout
         if value.ndim == 0 and (layout is None or layout.shape != ()):

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import inplace
 from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
+from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.known import KnownCall, read_call, remember
 from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
 from hyper_parallel.dtensor.masked import masked_embedding
-from hyper_parallel.dtensor.moves import FromLocal
 from hyper_parallel.dtensor.random import agree, own_draw
 from hyper_parallel.dtensor.signatures import bind_call, op_name
 from hyper_parallel.errors import LayoutError, describe
@@ -72,7 +72,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         rest = {key: value for key, value in kwargs.items() if key != "requires_grad"}
         return run(cls, func, args, rest).detach().requires_grad_()
     flat, tree = tree_flatten((args, kwargs))
-    if _lift_scalars(cls, flat):
+    if _lift_plain(cls, flat):
         args, kwargs = tree_unflatten(flat, tree)
     written = slots = [i for i, leaf in enumerate(flat) if isinstance(leaf, cls)]
     _refuse_plain(cls, name, flat)
@@ -179,23 +179,27 @@ def _local_call(
     return func(*args, **kwargs)
 
 
-def _lift_scalars(cls: type[Any], flat: list[Any]) -> bool:
-    """Make 0-dim plain tensors that need a gradient replicated DTensors, so that they get it."""
-    if not torch.is_grad_enabled():
-        return False
+def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
+    """Make DTensors of plain tensors that count as replicated and are more than a number.
+
+    A tensor without dims is a number, but where it needs a gradient, so that it gets it.
+    """
+    is_recorded = torch.is_grad_enabled()
     plain = [
         i
         for i, leaf in enumerate(flat)
         if isinstance(leaf, torch.Tensor)
         and not isinstance(leaf, cls)
-        and not leaf.ndim
-        and leaf.requires_grad
+        and (
+            (is_recorded and leaf.requires_grad)
+            if not leaf.ndim
+            else counts_as_replicated(cls, leaf)
+        )
     ]
     if plain:
         mesh = next(leaf for leaf in flat if isinstance(leaf, cls))._layout.mesh  # type: ignore[attr-defined]
-        whole = Layout(mesh, (Replicate(),) * mesh.ndim, ())
         for i in plain:
-            flat[i] = FromLocal.apply(cls, flat[i], whole, None)
+            flat[i] = replicated(cls, flat[i], mesh)
     return bool(plain)
 
 
@@ -356,7 +360,8 @@ def _refuse_plain(cls: type[Any], name: str, flat: list[Any]) -> None:
                     f"DTensor op {name!r}",
                     "every tensor operand must be a DTensor",
                     "Say where the plain tensor is with DTensor.from_local or distribute_tensor,"
-                    " or take the DTensor's part with to_local()",
+                    " take the DTensor's part with to_local(), or, if every rank has the same,"
+                    " work inside `with implicit_replication():`",
                     argument=i,
                     shape=tuple(leaf.shape),
                 )

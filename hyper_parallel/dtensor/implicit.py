@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""implicit_replication: plain tensors among DTensors count as replicated, within a block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hyper_parallel.core import Layout, Replicate
+from hyper_parallel.dtensor.moves import FromLocal
+from hyper_parallel.dtensor.read import is_torch_dtensor
+
+__all__ = ["counts_as_replicated", "implicit_replication", "replicated"]
+
+_state = threading.local()
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Within the block, plain tensors that meet DTensors count as replicated.
+
+    It is for tensors that every rank has alike: masks, position tables, buffers. Whether it does is
+    not checked. Outside of the block such a tensor is an error, unless it has no dims. A plain
+    tensor never takes the result of an in-place op on DTensors.
+
+    Communicates:
+        Nothing. Backward: the gradient of a plain tensor is reduced, as that of a replicated one.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import Shard, distribute_tensor, implicit_replication
+        >>> from hyper_parallel import init_device_mesh, simulate
+        >>> @simulate(2)
+        ... def masked():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        ...     with implicit_replication():
+        ...         return (x * torch.tensor([1.0, 0.0, 0.0, 1.0])).tolist()
+        >>> masked()[0]
+        [1.0, 0.0, 0.0, 1.0]
+    """
+    before = getattr(_state, "is_on", False)
+    _state.is_on = True
+    try:
+        yield
+    finally:
+        _state.is_on = before
+
+
+def counts_as_replicated(cls: type[Any], value: Any) -> bool:
+    """Tell whether a value is a plain tensor that counts as replicated here."""
+    return (
+        isinstance(value, torch.Tensor)
+        and getattr(_state, "is_on", False)
+        and not isinstance(value, cls)
+        and not is_torch_dtensor(value)
+    )
+
+
+def replicated(cls: type[Any], value: torch.Tensor, mesh: Any) -> Any:
+    """Make a replicated DTensor of a plain tensor, which gets the whole gradient."""
+    layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(value.shape))
+    return FromLocal.apply(cls, value, layout, None)
