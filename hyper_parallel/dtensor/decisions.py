@@ -234,13 +234,13 @@ def _told_results(
         except RuntimeError:
             return None  # torch will refuse it in its own words
     dim = static.get("dim")
-    dims = dim if type(dim) is tuple else (dim,)
-    ndim = len(shapes[0]) if shapes else 0
-    if name != "mean" or not dims or not all(type(d) is int and -ndim <= d < ndim for d in dims):
-        return [()] if name == "mean" and dim is None and not static.get("keepdim") else None
-    reduced = {d % ndim for d in dims}
-    kept = [1 if d in reduced else size for d, size in enumerate(shapes[0])]
-    return [tuple(s for d, s in enumerate(kept) if static.get("keepdim") or d not in reduced)]
+    if name == "mean" and dim is None and not static.get("keepdim"):
+        return [()]
+    if name == "mean" and type(dim) is int and -len(shapes[0]) <= dim < len(shapes[0]):
+        kept = list(shapes[0])
+        kept[dim : dim + 1 or None] = [1] if static.get("keepdim") else []
+        return [tuple(kept)]
+    return None
 
 
 def _casts_to_integer(static: tuple[tuple[str, Any], ...]) -> bool:

@@ -97,9 +97,7 @@ def _route_of(func: Any) -> Route:
     return partial(_op, name)
 
 
-def _op(
-    name: str, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _op(name: str, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     served = _served.get()
     if served and name in served:
         result = served[name](*args, **kwargs)

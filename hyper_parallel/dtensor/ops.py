@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import inplace
 from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions are kept by all that changes them: calls that look alike do not answer for each other."""
+"""Decisions are kept by all that changes them: calls that look alike are decided apart."""
 
 from __future__ import annotations
 
