@@ -20,10 +20,10 @@ class Candidate:
     """One variant of one case, and what was measured of it."""
 
     name: str
-    model: nn.Module
-    x: Tensor
     call: Callable[[], Tensor]
     collectives: dict[str, int]
+    model: nn.Module | None = None
+    x: Tensor | None = None
     calls_per_burst: int = 0
     times: list[float] = field(default_factory=list)
 

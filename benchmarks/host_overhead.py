@@ -164,7 +164,7 @@ def run_case(
         x = torch.randn(SIZES.batch, SIZES.sequence, SIZES.hidden, requires_grad=training)
         call = _make_call(built, x, training=training)
         call()
-        candidates.append(Candidate(name, built, x, call, count_collectives(call)))
+        candidates.append(Candidate(name, call, count_collectives(call), built, x))
     _check_same_work(candidates, training=training)
     measure(candidates, num_repeats=num_repeats, burst_seconds=burst_seconds)
     baseline = next(candidate for candidate in candidates if candidate.name == BASELINE)

@@ -146,33 +146,43 @@ class TorchCommunicator:
         return result
 
     @_named
-    def all_gather_v(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def all_gather_v(self, x: Tensor, sizes: Sequence[int], *, async_op: bool = False) -> Any:
         """Concatenate pieces of `sizes` rows along dim 0. Needs the capability `uneven_gather`."""
         if not self._uneven:
             raise no_uneven("all_gather_v", self._device_type)
         wire = self._wire(x, "all_gather_v")
         out = wire.new_empty((sum(sizes), *wire.shape[1:]))
         pieces = out.split(list(sizes))
-        dist.all_gather([pieces[i] for i in self._from_group], wire, group=self.group)
-        return _unwire(out, x.dtype)
+        parts = [pieces[i] for i in self._from_group]
+        work = dist.all_gather(parts, wire, group=self.group, async_op=async_op)
+        result = self._work("all_gather_v", work, out) if async_op else out
+        return then(result, lambda out: _unwire(out, x.dtype))
 
     @_named
-    def reduce_scatter_v(self, x: Tensor, sizes: Sequence[int], op: str = "sum") -> Tensor:
+    def reduce_scatter_v(
+        self, x: Tensor, sizes: Sequence[int], op: str = "sum", *, async_op: bool = False
+    ) -> Any:
         """Reduce, then keep the own `sizes[rank]` rows. Needs the capability `uneven_gather`."""
         if not self._uneven:
             raise no_uneven("reduce_scatter_v", self._device_type)
         native = self._native.get((op, x.dtype))
         if native is None or not x.is_contiguous() or x.is_cpu is not self._on_cpu:
-            return self._reduce_wider("reduce_scatter_v", x, op, sizes=sizes)
+            return self._reduce_wider("reduce_scatter_v", x, op, sizes=sizes, async_op=async_op)
         out = x.new_empty((sizes[self.rank], *x.shape[1:]))
         pieces = x.split(list(sizes))
-        dist.reduce_scatter(out, [pieces[i] for i in self._from_group], native, self.group)
-        return out
+        parts = [pieces[i] for i in self._from_group]
+        work = dist.reduce_scatter(out, parts, native, self.group, async_op)
+        return self._work("reduce_scatter_v", work, out) if async_op else out
 
     @_named
     def all_to_all_v(
-        self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        send_sizes: Sequence[int],
+        recv_sizes: Sequence[int],
+        *,
+        async_op: bool = False,
+    ) -> Any:
         """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
         wire = self._wire(x, "all_to_all_v")
         send, receive = list(send_sizes), list(recv_sizes)
@@ -182,11 +192,17 @@ class TorchCommunicator:
             send = [send[i] for i in self._from_group]
             receive = [receive[i] for i in self._from_group]
         out = wire.new_empty((sum(receive), *wire.shape[1:]))
-        dist.all_to_all_single(out, wire, receive, send, self.group)
-        if self._permuted:
-            parts = out.split(receive)
-            out = torch.cat([parts[g] for g in self._to_group])
-        return _unwire(out, x.dtype)
+        work = dist.all_to_all_single(out, wire, receive, send, self.group, async_op)
+        if not async_op and not self._permuted:
+            return _unwire(out, x.dtype)
+
+        def finish(out: Tensor) -> Tensor:
+            if self._permuted:
+                parts = out.split(receive)
+                out = torch.cat([parts[g] for g in self._to_group])
+            return _unwire(out, x.dtype)
+
+        return then(self._work("all_to_all_v", work, out) if async_op else out, finish)
 
     @_named
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:

@@ -112,11 +112,13 @@ class SimulatedCommunicator:
         result = self._meet("all_gather", x, _gather, shape=tuple(x.shape))
         return SimulatedWork(result) if async_op else result
 
-    def all_gather_v(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def all_gather_v(self, x: Tensor, sizes: Sequence[int], *, async_op: bool = False) -> Any:
         """Concatenate pieces of `sizes` rows along dim 0."""
         _check_rows("all_gather_v", x)
         self._check_sizes("all_gather_v", sizes, x.shape[0], sizes[self.rank : self.rank + 1])
-        return self._meet("all_gather_v", x, _gather, sizes=tuple(sizes), rest=tuple(x.shape[1:]))
+        facts = {"sizes": tuple(sizes), "rest": tuple(x.shape[1:])}
+        result = self._meet("all_gather_v", x, _gather, **facts)
+        return SimulatedWork(result) if async_op else result
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce, then keep the own one of n equal pieces of dim 0."""
@@ -127,15 +129,23 @@ class SimulatedCommunicator:
         result = self._reduce_scatter("reduce_scatter", x, sizes, op)
         return SimulatedWork(result) if async_op else result
 
-    def reduce_scatter_v(self, x: Tensor, sizes: Sequence[int], op: str = "sum") -> Tensor:
+    def reduce_scatter_v(
+        self, x: Tensor, sizes: Sequence[int], op: str = "sum", *, async_op: bool = False
+    ) -> Any:
         """Reduce, then keep the own `sizes[rank]` rows."""
         _check_rows("reduce_scatter_v", x)
         self._check_sizes("reduce_scatter_v", sizes, x.shape[0], sizes)
-        return self._reduce_scatter("reduce_scatter_v", x, sizes, op)
+        result = self._reduce_scatter("reduce_scatter_v", x, sizes, op)
+        return SimulatedWork(result) if async_op else result
 
     def all_to_all_v(
-        self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        send_sizes: Sequence[int],
+        recv_sizes: Sequence[int],
+        *,
+        async_op: bool = False,
+    ) -> Any:
         """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
         _check_rows("all_to_all_v", x)
         self._check_sizes("all_to_all_v", send_sizes, x.numel(), send_sizes)
@@ -147,7 +157,8 @@ class SimulatedCommunicator:
             return [torch.cat([row[i] for row in parts]) for i in range(len(parts))]
 
         payload = (x, tuple(send_sizes), tuple(recv_sizes))
-        return self._meet("all_to_all_v", x, combine, payload=payload)
+        result = self._meet("all_to_all_v", x, combine, payload=payload)
+        return SimulatedWork(result) if async_op else result
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Write the `x` of group index `src` into everyone's `x`."""

@@ -31,6 +31,8 @@ from hyper_parallel.errors import LayoutError, describe
 
 __all__ = ["Layout", "same_cut"]
 
+_MAX_LAYOUTS = 8192
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -139,9 +141,24 @@ class Layout:
         """The largest size of each dim that any rank holds."""
         return tuple(map(largest, self.shape, self.chains))
 
+    @classmethod
+    def of(
+        cls, mesh: AbstractMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+    ) -> Layout:
+        """Give the layout of these facts, the same object each time: to look up, not to make."""
+        key = (placements, shape)
+        found = mesh.layouts.get(key)
+        if found is None:
+            if len(mesh.layouts) >= _MAX_LAYOUTS:
+                mesh.layouts.clear()
+            made = cls(mesh, placements, shape)
+            found = mesh.layouts.setdefault((made.placements, made.shape), made)
+            mesh.layouts[key] = found
+        return found
+
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """Give the layout of the same tensor under other placements, nested left to right."""
-        return replace(self, placements=tuple(placements), order=())
+        return Layout.of(self.mesh, tuple(placements), self.shape)
 
     def with_shape(self, shape: Sequence[int]) -> Layout:
         """Give the same placements for another global shape."""

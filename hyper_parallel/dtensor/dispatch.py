@@ -14,16 +14,15 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map
 
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import entries, inplace, lists, ops
-from hyper_parallel.dtensor.entries import without_torch_function
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["REPLICATE", "engine_call", "served_by", "torch_function", "without_torch_function"]
+__all__ = ["REPLICATE", "engine_call", "served_by", "torch_function"]
 
 REPLICATE = Replicate()
 
@@ -35,6 +34,10 @@ _NATIVE = frozenset(
     " is_contiguous element_size is_floating_point is_complex is_signed is_tensor is_inference"
     " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
     " get_device register_post_accumulate_grad_hook __hash__".split()
+)
+# Of these, what a result that is still on its way cannot answer.
+_READING = frozenset(
+    "data_ptr untyped_storage storage_offset is_contiguous is_shared is_pinned is_set_to".split()
 )
 
 
@@ -64,6 +67,8 @@ def torch_function(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dic
         else:
             name = attribute
     if name in _NATIVE:
+        if name in _READING and is_pending(args[0]):
+            settle(args[0])
         with without_torch_function():
             return func(*args, **kwargs)
     if getattr(func, "__module__", "").startswith("torch.distributed."):
@@ -116,10 +121,11 @@ def _data(cls: type[Any], which: str, tensor: Any, value: Any = None) -> Any:
                 data=type(value).__name__,
             )
         )
+    own, given = tensor._local, value._local
     with without_torch_function():
         torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     # Not another object: a gradient is shown as a DTensor whose local part is the real gradient.
-    tensor._local.data = value._local
+    own.data = given
     tensor._layout = value._layout
     tensor._shown_grad = None
     return None
@@ -197,8 +203,7 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
             )
         )
     source = args[0]
-    local_args = tree_map(lambda x: x._local if isinstance(x, cls) else x, args)
-    result = func(*local_args, **kwargs)
+    result = func(source._local, *args[1:], **kwargs)
     if not isinstance(result, torch.Tensor):
         return result
     layout = source._layout.cotangent if name == "ones_like" else source._layout

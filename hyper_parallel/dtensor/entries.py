@@ -9,12 +9,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["backward", "grad", "tensor_backward", "without_torch_function"]
-
-# Inside this context torch's own methods see a DTensor as the plain tensor it is made of.
-without_torch_function = torch._C.DisableTorchFunctionSubclass
+__all__ = ["backward", "grad", "tensor_backward"]
 
 
 def _edges(tensors: Any) -> list[Any]:
@@ -39,7 +37,12 @@ def _accumulating_edges(cls: type[Any], tensors: Any) -> list[Any] | None:
 
 def _edge(tensor: torch.Tensor) -> GradientEdge:
     with without_torch_function():
-        return get_gradient_edge(tensor)
+        node = tensor.grad_fn
+        if node is None:
+            return get_gradient_edge(tensor)
+        # The caller's tensor keeps the graph alive, so the edge needs no token of its own, which
+        # would be a view made through our dispatch.
+        return GradientEdge(node, tensor.output_nr)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -19,9 +19,11 @@ __all__ = [
     "is_torch_dtensor",
     "layout_of_local",
     "one_axis_mesh",
+    "read_explicit_mesh",
     "read_mesh",
     "read_placement",
     "read_placements",
+    "refuse_casts",
     "refuse_integer_average",
     "refuse_other_tensors",
 ]
@@ -83,6 +85,25 @@ def read_mesh(mesh: Any, where: str) -> DeviceMesh:
     )
 
 
+def read_explicit_mesh(mesh: Any, where: str, layout: Layout) -> DeviceMesh:
+    """Read a mesh that has no default; `layout` is that of the tensor, to say in the error.
+
+    Raises:
+        LayoutError: None, or placements in its place.
+    """
+    if mesh is None or isinstance(mesh, (list, tuple)):
+        raise LayoutError(
+            describe(
+                where,
+                "device_mesh must be given",
+                f"Pass the mesh first: redistribute(device_mesh, placements); this tensor is"
+                f" on {layout.mesh!r}",
+                device_mesh=mesh,
+            )
+        )
+    return read_mesh(mesh, where)
+
+
 def one_axis_mesh(mesh: Any, where: str) -> DeviceMesh:
     """Read a mesh that must have one axis.
 
@@ -137,7 +158,7 @@ def read_placements(placements: Any, mesh: DeviceMesh, where: str) -> tuple[Plac
     """
     if placements is None:
         return (Replicate(),) * mesh.ndim
-    if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
+    if not isinstance(placements, (list, tuple, Sequence)) or len(placements) != mesh.ndim:
         raise LayoutError(
             describe(
                 where,
@@ -146,7 +167,7 @@ def read_placements(placements: Any, mesh: DeviceMesh, where: str) -> tuple[Plac
                 placements=placements,
             )
         )
-    return tuple(read_placement(placement, where) for placement in placements)
+    return tuple([read_placement(placement, where) for placement in placements])
 
 
 def layout_of_local(
@@ -183,6 +204,30 @@ def layout_of_local(
     if got != expected:
         raise LayoutError(_misfit(layout, mesh.get_rank(), got, expected))
     return layout
+
+
+def refuse_casts(dtypes: tuple[Any, Any], layouts: tuple[Layout, Layout], where: str) -> None:
+    """Refuse dtypes that a value and its gradient cannot be cast to on the way between layouts.
+
+    Raises:
+        LayoutError: not a dtype, a gradient of integers, or a pending average of integers.
+    """
+    for name, dtype in zip(("forward_dtype", "backward_dtype"), dtypes, strict=True):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            text = describe(where, f"{name} must be a torch.dtype", "Pass one", **{name: dtype})
+            raise LayoutError(text)
+    forward, backward = dtypes
+    if forward is not None:
+        refuse_integer_average(forward, [p for at in layouts for p in at.placements], where)
+    if backward is not None and not (backward.is_floating_point or backward.is_complex):
+        raise LayoutError(
+            describe(
+                where,
+                "a gradient is of floating point or complex numbers",
+                "Pass such a backward_dtype",
+                backward_dtype=backward,
+            )
+        )
 
 
 def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], where: str) -> None:

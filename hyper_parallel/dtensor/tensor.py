@@ -29,8 +29,15 @@ from hyper_parallel.core import (
     StridedShard,
 )
 from hyper_parallel.dtensor import dispatch
-from hyper_parallel.dtensor.moves import FromLocal, Redistribute, ToLocal, move
-from hyper_parallel.dtensor.read import layout_of_local, read_mesh, read_placements
+from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, Redistribute, ToLocal, move, moved
+from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
+from hyper_parallel.dtensor.read import (
+    layout_of_local,
+    read_explicit_mesh,
+    read_mesh,
+    read_placements,
+    refuse_casts,
+)
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.mesh import restore_mesh
@@ -80,6 +87,12 @@ class DTensor(torch.Tensor):
 
     def __init__(self, local: torch.Tensor, layout: Layout, *, requires_grad: bool = False):
         del local, layout, requires_grad
+
+    def __getattr__(self, name: str) -> Any:
+        # Only a name that is missing is asked for here; see [Note: pending results] in pending.py.
+        if name == "_local" and is_pending(self):
+            return settle(self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------ moves
 
@@ -183,6 +196,8 @@ class DTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """Move to other placements of the same global tensor.
 
@@ -190,36 +205,56 @@ class DTensor(torch.Tensor):
             device_mesh: the mesh, always given.
             placements: one per mesh axis; no Partial unless the tensor has it there already
                 or it can be made locally.
-            async_op: accepted as torch has it; the result is always ready.
+            async_op: return while the last collective is in flight, in backward too. The result
+                waits at the first use of what it holds; its shape and layout can be asked before.
+                A gradient that reaches a leaf is waited for.
+            forward_dtype: cast this rank's part before anything is sent; the result stays in it.
+            backward_dtype: cast the gradient before anything is sent back; it arrives in the
+                tensor's dtype. Default: it travels in the tensor's dtype.
 
         Returns:
-            The DTensor in the new layout; `self` if it is there already.
+            The DTensor in the new layout; `self` if it is there already, in `forward_dtype`.
 
         Communicates:
             Forward: the steps of `plan(layout, new layout)`. Backward: the steps between the
             cotangent layouts, back.
 
         Raises:
-            LayoutError: no mesh, or placements that do not fit.
+            LayoutError: no mesh, placements that do not fit, an average of integers, or a dtype
+                that is none.
             PlanError: another mesh than the tensor's.
+
+        Example:
+            >>> import torch
+            >>> from hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
+            >>> from hyper_parallel import simulate
+            >>> @simulate(2)
+            ... def gathered():
+            ...     mesh = init_device_mesh("cpu", (2,))
+            ...     rows = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+            ...     whole = rows.redistribute(mesh, [Replicate()], async_op=True)
+            ...     other = rows.to_local() + 1  # runs while the all-gather does
+            ...     return whole.to_local().tolist(), other.tolist()
+            >>> gathered()[0]
+            ([0.0, 1.0, 2.0, 3.0], [1.0, 2.0])
         """
-        del async_op
-        where = "DTensor.redistribute"
-        if device_mesh is None or isinstance(device_mesh, (list, tuple)):
-            raise LayoutError(
-                describe(
-                    where,
-                    "device_mesh must be given",
-                    f"Pass the mesh first: redistribute(device_mesh, placements); this tensor is"
-                    f" on {self.device_mesh!r}",
-                    device_mesh=device_mesh,
-                )
-            )
-        mesh = read_mesh(device_mesh, where)
-        dst = Layout(mesh, read_placements(placements, mesh, where), self._layout.shape)
-        if dst == self._layout:
+        where, layout = "DTensor.redistribute", self._layout
+        if not isinstance(device_mesh, DeviceMesh):
+            device_mesh = read_explicit_mesh(device_mesh, where, layout)
+        placements = read_placements(placements, device_mesh, where)
+        dst = Layout.of(device_mesh, placements, layout.shape)
+        how = PLAIN
+        if async_op or forward_dtype is not None or backward_dtype is not None:
+            how = How(forward_dtype, backward_dtype, async_op)
+            refuse_casts((forward_dtype, backward_dtype), (layout, dst), where)
+        if dst == layout and (how is PLAIN or {how[0], how[1]} <= {None, self.dtype}):
             return self
-        return Redistribute.apply(self, dst)  # type: ignore[return-value]
+        with without_torch_function():
+            needs_grad = self.requires_grad
+        if needs_grad and torch.is_grad_enabled():
+            return Redistribute.apply(self, dst, how)  # type: ignore[return-value]
+        local = self._local if forward_dtype is None else self._local.to(forward_dtype)
+        return moved(DTensor, local, layout, dst, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Gather the global tensor on every rank, as a plain tensor.
@@ -326,7 +361,7 @@ class DTensor(torch.Tensor):
             Nothing, but where a user's own autograd.Function left a gradient in another layout:
             then the first reading moves it, so read it on every rank.
         """
-        with dispatch.without_torch_function():
+        with without_torch_function():
             raw = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
         if raw is None:
             return None
@@ -356,7 +391,7 @@ class DTensor(torch.Tensor):
                 )
             local = value.local_in(self._layout.cotangent)
         self._shown_grad = None
-        with dispatch.without_torch_function():
+        with without_torch_function():
             torch.Tensor.grad.__set__(self, local)  # type: ignore[attr-defined]
 
     @grad.deleter
@@ -384,7 +419,7 @@ class DTensor(torch.Tensor):
                 changed = changed.local_in(layout)
             return DTensor(changed, layout) if isinstance(raw, DTensor) else changed
 
-        with dispatch.without_torch_function():
+        with without_torch_function():
             return torch.Tensor.register_hook(self, on_gradient)
 
     # ------------------------------------------------------------------ copies

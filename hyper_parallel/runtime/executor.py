@@ -4,9 +4,6 @@
 [Note: layouts decide] Whether a collective is skipped or padded is read off the layouts, never off
 the local array, so every rank issues the same collectives.
 
-[Note: programs] What a step does on this rank (its group, counts, positions) follows from the plan,
-so it is worked out once, at the plan's first run on a mesh; later runs call the result.
-
 Even and uneven pieces of one dim move along dim 0: the dim goes to the front before and back after.
 Pieces of several dims, or in several runs, move as flat parts of one buffer.
 """
@@ -15,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hyper_parallel.core.collective import Step
@@ -28,11 +26,12 @@ from hyper_parallel.core.interval import chunk_sizes
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial, Shard
 from hyper_parallel.core.plan import Plan
-from hyper_parallel.runtime.interface import ArrayOps, Communicator
+from hyper_parallel.runtime.interface import ArrayOps, Work
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.parts import consecutive, packer, put, take, unpacker
+from hyper_parallel.runtime.program import Collective, Program, chain, program_of
 
-__all__ = ["execute", "gather_dim", "reduce", "reduce_scatter_dim", "scatter_from"]
+__all__ = ["execute", "gather_dim", "launch", "reduce", "reduce_scatter_dim", "scatter_from"]
 
 Array = Any
 Run = Callable[[Array], Array]
@@ -62,20 +61,37 @@ def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
     program = mesh.programs.get(id(plan))
     if program is None:
         program = _program(plan, mesh)
-    for run in program[1]:
-        local = run(local)
-    return local
+    return program.run(local)
 
 
-def _program(plan: Plan, mesh: DeviceMesh) -> tuple[Plan, tuple[Run, ...]]:
-    """Work a plan out for this rank; the plan is kept with it, so that its id stays its own."""
-    runs: tuple[Run, ...] = ()
+def launch(plan: Plan, local: Array, mesh: DeviceMesh) -> Work | None:
+    """Run a plan as `execute` does, but leave its last collective in flight.
+
+    Args:
+        plan: what to do.
+        local: this rank's array; it may change as soon as this returns.
+        mesh: this process's mesh.
+
+    Returns:
+        A handle whose `wait` does the rest and gives the array in `plan.dst`; None, and nothing was
+        run, if no step communicates.
+
+    Communicates:
+        As `execute`; collectives before the last one are waited for here.
+    """
+    program = mesh.programs.get(id(plan)) or _program(plan, mesh)
+    return program.launch(local, mesh.backend.ops.clone)
+
+
+def _program(plan: Plan, mesh: DeviceMesh) -> Program:
+    """Work a plan out for this rank; see [Note: programs] in program.py."""
+    parts: tuple[Run | Collective, ...] = ()
     if mesh.get_coordinate() is not None:
-        runs = tuple(_STEPS[step.kind](step, _mesh_of(step, mesh)) for step in plan.steps)
+        parts = tuple(_STEPS[step.kind](step, _mesh_of(step, mesh)) for step in plan.steps)
     if len(mesh.programs) >= _MOST_PROGRAMS:
         mesh.programs.clear()
-    mesh.programs[id(plan)] = plan, runs
-    return plan, runs
+    program = mesh.programs[id(plan)] = program_of(plan, parts)
+    return program
 
 
 def _mesh_of(step: Step, mesh: DeviceMesh) -> DeviceMesh:
@@ -84,25 +100,31 @@ def _mesh_of(step: Step, mesh: DeviceMesh) -> DeviceMesh:
     return own if isinstance(own, DeviceMesh) else mesh
 
 
-def _all_reduce(step: Step, mesh: DeviceMesh) -> Run:
+def _all_reduce(step: Step, mesh: DeviceMesh) -> Run | Collective:
     if _is_empty(step):
         return lambda local: local
-    axes, op, clone = _axes(step), _op(step.src, step.axes[0]), mesh.backend.ops.clone
-    if op != "avg" or mesh.backend.capabilities.native_avg:
-        all_reduce = mesh.communicator(axes).all_reduce
-        return lambda local: all_reduce(clone(local), op)
-    return lambda local: reduce(mesh, axes, clone(local), op)
+    start, after = _reducer(mesh, _axes(step), "all_reduce", _op(step.src, step.axes[0]))
+    return Collective(start, mesh.backend.ops.clone, after, copies=True)
 
 
 def reduce(mesh: DeviceMesh, axis: Axes, x: Array, op: str = "sum") -> Array:
     """All-reduce the contiguous `x`, which the caller gives up, along an axis."""
+    start, after = _reducer(mesh, axis, "all_reduce", op)
+    return start(x) if after is None else after(start(x))
+
+
+def _reducer(
+    mesh: DeviceMesh, axis: Axes, name: str, op: str, **how: Any
+) -> tuple[Callable[..., Any], Run | None]:
+    """Give a reduction of the communicator, and what makes an average of a sum where it must."""
     comm = mesh.communicator(axis)
-    if op == "avg" and not mesh.backend.capabilities.native_avg:
-        return mesh.backend.ops.scale(comm.all_reduce(x, "sum"), comm.size, divide=True)
-    return comm.all_reduce(x, op)
+    if op != "avg" or mesh.backend.capabilities.native_avg:
+        return partial(getattr(comm, name), op=op, **how), None
+    average = partial(mesh.backend.ops.scale, factor=comm.size, divide=True)
+    return partial(getattr(comm, name), op="sum", **how), average
 
 
-def _all_gather(step: Step, mesh: DeviceMesh) -> Run:
+def _all_gather(step: Step, mesh: DeviceMesh) -> Run | Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
     if _is_empty(step):
@@ -110,37 +132,50 @@ def _all_gather(step: Step, mesh: DeviceMesh) -> Run:
     regions = parts_of(step.dst, rank, step.src, group_ranks(step, rank))
     along = consecutive(regions, shape)
     if along is not None:
-        dim, sizes = along
-        return lambda local: gather_dim(mesh, axes, local, dim, sizes)
-    counts = [_numel(region_shape(region)) for region in regions]
-    unpack = unpacker(ops, regions, shape)
-
-    def run(local: Array) -> Array:
-        flat = ops.reshape(ops.contiguous(local), (_numel(local.shape),))
-        return unpack(gather_dim(mesh, axes, flat, 0, counts))
-
-    return run
+        return _gather(mesh, axes, *along)
+    gather = _gather(mesh, axes, 0, [_numel(region_shape(region)) for region in regions])
+    return Collective(
+        gather.start,
+        chain(partial(_flat, ops), gather.before),
+        chain(gather.after, unpacker(ops, regions, shape)),
+    )
 
 
 def gather_dim(mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int]) -> Array:
     """All-gather pieces of the given sizes along tensor dim `dim` over a mesh axis."""
+    gather = _gather(mesh, axis, dim, sizes)
+    return chain(gather.before, gather.start, gather.after)(local)
+
+
+def _gather(mesh: DeviceMesh, axis: Axes, dim: int, sizes: Sequence[int]) -> Collective:
     ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    front = ops.contiguous(ops.movedim(local, dim, 0))
+    front, back = _to_front(ops, dim), _from_front(ops, dim)
     if len(set(sizes)) == 1:
-        whole = comm.all_gather(front)
-    elif mesh.backend.capabilities.uneven_gather:
-        whole = comm.all_gather_v(front, sizes)
-    else:
-        whole = _gather_padded(ops, comm, front, sizes)
-    return ops.contiguous(ops.movedim(whole, 0, dim))
-
-
-def _gather_padded(ops: ArrayOps, comm: Communicator, front: Array, sizes: Sequence[int]) -> Array:
+        return Collective(comm.all_gather, front, back)
+    if mesh.backend.capabilities.uneven_gather:
+        return Collective(partial(comm.all_gather_v, sizes=sizes), front, back)
     largest = max(sizes)
-    padded = _pad_rows(ops, front, largest)
-    whole = comm.all_gather(padded)
-    parts = [ops.narrow(whole, 0, i * largest, size) for i, size in enumerate(sizes)]
-    return ops.cat(parts, 0)
+
+    def unpad(whole: Array) -> Array:
+        parts = [ops.narrow(whole, 0, i * largest, size) for i, size in enumerate(sizes)]
+        return ops.cat(parts, 0)
+
+    pad = partial(_pad_rows, ops, rows=largest)
+    return Collective(comm.all_gather, chain(front, pad), chain(unpad, back))
+
+
+def _to_front(ops: ArrayOps, dim: int) -> Run:
+    """Give what moves a dim to the front, contiguous."""
+    return ops.contiguous if dim == 0 else lambda x: ops.contiguous(ops.movedim(x, dim, 0))
+
+
+def _from_front(ops: ArrayOps, dim: int) -> Run | None:
+    """Give what moves the first dim back to its place, contiguous; None: it is there."""
+    return None if dim == 0 else lambda x: ops.contiguous(ops.movedim(x, 0, dim))
+
+
+def _flat(ops: ArrayOps, x: Array) -> Array:
+    return ops.reshape(ops.contiguous(x), (_numel(x.shape),))
 
 
 def _pad_rows(ops: ArrayOps, x: Array, rows: int) -> Array:
@@ -151,7 +186,7 @@ def _pad_rows(ops: ArrayOps, x: Array, rows: int) -> Array:
     return padded
 
 
-def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run:
+def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run | Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
     if _is_empty(step):
@@ -161,66 +196,69 @@ def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run:
     before = step.src.local_shape(rank)
     along = consecutive(regions, before)
     if along is not None:
-        dim, sizes = along
-        return lambda local: reduce_scatter_dim(mesh, axes, local, dim, sizes, op)
-    counts = [_numel(region_shape(region)) for region in regions]
-    pack = packer(ops, regions, before)
-    return lambda local: ops.reshape(_scatter_rows(mesh, axes, pack(local), counts, op), shape)
+        return _scatter(mesh, axes, *along, op)
+    scatter = _scatter(mesh, axes, 0, [_numel(region_shape(region)) for region in regions], op)
+    return Collective(
+        scatter.start,
+        chain(packer(ops, regions, before), scatter.before),
+        chain(scatter.after, lambda flat: ops.reshape(flat, shape)),
+        copies=True,
+    )
 
 
 def reduce_scatter_dim(
     mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int], op: str = "sum"
 ) -> Array:
     """Reduce over a mesh axis and keep the own piece of tensor dim `dim`; `local` stays as is."""
+    scatter = _scatter(mesh, axis, dim, sizes, op)
+    return chain(scatter.before, scatter.start, scatter.after)(local)
+
+
+def _scatter(mesh: DeviceMesh, axis: Axes, dim: int, sizes: Sequence[int], op: str) -> Collective:
     ops = mesh.backend.ops
-    mine = _scatter_rows(mesh, axis, ops.clone(ops.movedim(local, dim, 0)), sizes, op)
-    return ops.contiguous(ops.movedim(mine, 0, dim))
-
-
-def _scatter_rows(
-    mesh: DeviceMesh, axis: Axes, given: Array, sizes: Sequence[int], op: str
-) -> Array:
-    """Reduce the contiguous `given`, which the caller gives up, and keep the own rows."""
-    ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    average = op == "avg" and not mesh.backend.capabilities.native_avg
-    native = "sum" if average else op
+    front, back = _to_front(ops, dim), _from_front(ops, dim)
     if len(set(sizes)) == 1:
-        mine = comm.reduce_scatter(given, native)
-    elif mesh.backend.capabilities.uneven_gather:
-        mine = comm.reduce_scatter_v(given, sizes, native)
-    else:
-        mine = _reduce_scatter_padded(ops, comm, given, sizes, native)
-    return ops.scale(mine, comm.size, divide=True) if average else mine
+        start, average = _reducer(mesh, axis, "reduce_scatter", op)
+        return Collective(start, front, chain(average, back) if average or back else None)
+    if mesh.backend.capabilities.uneven_gather:
+        start, average = _reducer(mesh, axis, "reduce_scatter_v", op, sizes=sizes)
+        return Collective(start, front, chain(average, back))
+    start, average = _reducer(mesh, axis, "reduce_scatter", op)
+    largest, own = max(sizes), sizes[mesh.communicator(axis).rank]
+
+    def pad(rows: Array) -> Array:
+        padded = ops.identity((largest * len(sizes), *rows.shape[1:]), "sum", rows)
+        begin = 0
+        for i, size in enumerate(sizes):
+            piece = ops.narrow(rows, 0, begin, size)
+            ops.copy_into(ops.narrow(padded, 0, i * largest, size), piece)
+            begin += size
+        return padded
+
+    def unpad(mine: Array) -> Array:
+        return ops.contiguous(ops.narrow(mine, 0, 0, own))
+
+    return Collective(start, chain(front, pad), chain(unpad, average, back))
 
 
-def _reduce_scatter_padded(
-    ops: ArrayOps, comm: Communicator, moved: Array, sizes: Sequence[int], op: str
-) -> Array:
-    largest = max(sizes)
-    padded = ops.identity((largest * len(sizes), *moved.shape[1:]), "sum", moved)
-    start = 0
-    for i, size in enumerate(sizes):
-        piece = ops.narrow(moved, 0, start, size)
-        ops.copy_into(ops.narrow(padded, 0, i * largest, size), piece)
-        start += size
-    mine = comm.reduce_scatter(padded, op)
-    return ops.contiguous(ops.narrow(mine, 0, 0, sizes[comm.rank]))
-
-
-def _all_to_all(step: Step, mesh: DeviceMesh) -> Run:
+def _all_to_all(step: Step, mesh: DeviceMesh) -> Run | Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
     if _is_empty(step):
         return lambda local: ops.empty(shape, local)
     table = transfers(step, rank)
+    before = step.src.local_shape(rank)
     send, receive = (
         [_numel(region_shape(region)) for region in regions]
         for regions in (table.send, table.receive)
     )
-    all_to_all = mesh.communicator(axes).all_to_all_v
-    pack = packer(ops, table.send, step.src.local_shape(rank))
-    unpack = unpacker(ops, table.receive, shape)
-    return lambda local: unpack(all_to_all(pack(local), send, receive))
+    along = consecutive(table.send, before)
+    return Collective(
+        partial(mesh.communicator(axes).all_to_all_v, send_sizes=send, recv_sizes=receive),
+        packer(ops, table.send, before),
+        unpacker(ops, table.receive, shape),
+        copies=along is None or along[0] != 0,
+    )
 
 
 def _slice(step: Step, mesh: DeviceMesh) -> Run:
@@ -310,7 +348,7 @@ def _is_empty(step: Step) -> bool:
     return 0 in step.src.shape
 
 
-_STEPS: dict[str, Callable[[Step, DeviceMesh], Run]] = {
+_STEPS: dict[str, Callable[[Step, DeviceMesh], Run | Collective]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

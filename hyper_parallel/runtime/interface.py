@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend interface: what generic code asks of a device and its collectives.
 
-[Note: consumes] A reduction or an all-to-all takes a contiguous array that the caller gives up: the
-backend may work in place. Who still needs the array copies it first. The others leave theirs alone.
+[Note: consumes] all_reduce takes a contiguous array that the caller gives up: the backend may work
+in place. Who still needs the array copies it first. The others leave theirs alone, but while one is
+in flight (`async_op=True`) the caller must, too.
 
 [Note: group order] `Communicator.ranks` are listed by mesh coordinate, never sorted; "own index"
 and every list of pieces or sizes follow that order.
@@ -60,7 +61,7 @@ class Communicator(Protocol):
         """Concatenate equal pieces along dim 0. Decides: whether it gathers into one array."""
         ...
 
-    def all_gather_v(self, x: Array, sizes: Sequence[int]) -> Array:
+    def all_gather_v(self, x: Array, sizes: Sequence[int], *, async_op: bool = False) -> Any:
         """Concatenate pieces of `sizes` rows along dim 0. Called only with `uneven_gather`."""
         ...
 
@@ -68,11 +69,20 @@ class Communicator(Protocol):
         """Reduce, then keep the own one of n equal pieces of dim 0. Decides: as all_reduce."""
         ...
 
-    def reduce_scatter_v(self, x: Array, sizes: Sequence[int], op: str = "sum") -> Array:
+    def reduce_scatter_v(
+        self, x: Array, sizes: Sequence[int], op: str = "sum", *, async_op: bool = False
+    ) -> Any:
         """Reduce, then keep the own `sizes[rank]` rows. Called only with `uneven_gather`."""
         ...
 
-    def all_to_all_v(self, x: Array, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Array:
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_sizes: Sequence[int],
+        recv_sizes: Sequence[int],
+        *,
+        async_op: bool = False,
+    ) -> Any:
         """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
         ...
 

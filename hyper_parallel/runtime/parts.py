@@ -78,7 +78,7 @@ def put(ops: ArrayOps, x: Array, region: Region, part: Array) -> None:
 
 
 def packer(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> Run:
-    """Make a function that copies parts, one after the other, into a new flat buffer.
+    """Make a function that gives parts, one after the other, in a flat buffer; a view if it can be.
 
     Args:
         ops: the backend's array operations.
@@ -91,7 +91,7 @@ def packer(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> Ru
     full = tuple(shape)
     along = consecutive(regions, full)
     if along is not None and along[0] == 0:
-        return lambda x: ops.reshape(ops.clone(x), (math.prod(full),))
+        return lambda x: ops.reshape(ops.contiguous(x), (math.prod(full),))
     used = [region for region in regions if math.prod(region_shape(region))]
     shapes = {region_shape(region) for region in used}
     if len(shapes) == 1:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hostile NumPy backend: one thread per rank, ranks meet inside each collective, no torch.
 
-It takes every freedom the interface grants: reductions overwrite the array they were given, fresh
+It takes every freedom the interface grants: all_reduce overwrites the array it was given, fresh
 arrays hold garbage, and what the interface forbids (a collective of a non-contiguous array, or not
 the same on every rank) fails the test.
 """
@@ -192,7 +192,6 @@ class Group:
 
         def combine(values: list[Array]) -> list[Array]:
             whole = reduce_all(values, op)
-            _overwrite(values)
             return [piece.copy() for piece in np.split(whole, cuts)]
 
         return self._meet((kind, op, x.shape, x.dtype, tuple(sizes)), x, combine)
@@ -205,9 +204,7 @@ class Group:
             pieces = [np.split(sent, np.cumsum(sizes)[:-1]) for sent, sizes, _ in values]
             for i, (_, _, wanted) in enumerate(values):
                 assert [len(row[i]) for row in pieces] == wanted, "send and receive sizes disagree"
-            received = [np.concatenate([row[i] for row in pieces]) for i in range(self.size)]
-            _overwrite([sent for sent, _, _ in values])
-            return received
+            return [np.concatenate([row[i] for row in pieces]) for i in range(self.size)]
 
         value = (x, list(send_sizes), list(recv_sizes))
         return self._meet(("all_to_all_v", x.dtype), value, combine)
