@@ -144,9 +144,11 @@ class SimulatedCommunicator:
         send_sizes: Sequence[int],
         recv_sizes: Sequence[int],
         *,
+        even: bool = False,
         async_op: bool = False,
     ) -> Any:
         """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
+        del even
         _check_rows("all_to_all_v", x)
         self._check_sizes("all_to_all_v", send_sizes, x.numel(), send_sizes)
         self._check_sizes("all_to_all_v", recv_sizes, None, recv_sizes)

@@ -89,6 +89,13 @@ class Layout:
         written = (self.mesh, self.placements, self.shape, self.order)
         object.__setattr__(self, "_hash", hash(written))
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self._hash == other._hash and self.__reduce__() == other.__reduce__()
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -114,12 +121,17 @@ class Layout:
     @cached_property
     def cotangent(self) -> Layout:
         """The layout of a gradient: Partial becomes Replicate."""
-        return replace(self, placements=cotangent(self.placements)) if self.has_partial else self
+        if not self.has_partial:
+            return self
+        placements = cotangent(self.placements)
+        if self.order:
+            return replace(self, placements=placements)
+        return self.with_placements(placements)
 
     @cached_property
     def replicated(self) -> Layout:
         """The layout in which every rank holds the whole value."""
-        return replace(self, placements=(Replicate(),) * self.mesh.ndim, order=())
+        return self.with_placements((Replicate(),) * self.mesh.ndim)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:

@@ -172,7 +172,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.autograd.backward: entries.backward,
-    torch.Tensor.backward: entries.tensor_backward,
+    torch.Tensor.backward: lambda cls, tensor, *args, **kwargs: tensor.backward(*args, **kwargs),
     torch.autograd.grad: entries.grad,
     torch.nn.init.constant_: _constant,
 }

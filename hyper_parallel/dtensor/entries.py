@@ -12,7 +12,7 @@ from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["backward", "grad", "tensor_backward"]
+__all__ = ["backward", "grad"]
 
 
 def _edges(tensors: Any) -> list[Any]:
@@ -103,18 +103,6 @@ def backward(  # noqa: PLR0913  # torch's signature
         create_graph=create_graph,
         inputs=_accumulating_edges(cls, inputs),
     )
-
-
-def tensor_backward(
-    cls: type[Any],
-    tensor: Any,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Serve Tensor.backward."""
-    backward(cls, [tensor], [gradient], retain_graph, create_graph, None, inputs)
 
 
 def grad(

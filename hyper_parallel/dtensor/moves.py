@@ -133,7 +133,8 @@ class Redistribute(torch.autograd.Function):
         if local.dtype != dtype:
             local = local.to(dtype)
         if ctx.to_leaf:
-            return move(local, layout, target).to(ctx.dtype), None, None
+            local = move(local, layout, target)
+            return local if local.dtype == ctx.dtype else local.to(ctx.dtype), None, None
         return moved(ctx.cls, local, layout, target, ctx.how.async_op, ctx.dtype), None, None
 
 

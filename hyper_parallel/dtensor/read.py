@@ -167,7 +167,7 @@ def read_placements(placements: Any, mesh: DeviceMesh, where: str) -> tuple[Plac
                 placements=placements,
             )
         )
-    return tuple([read_placement(placement, where) for placement in placements])
+    return tuple([p if isinstance(p, Placement) else read_placement(p, where) for p in placements])
 
 
 def layout_of_local(
@@ -193,9 +193,9 @@ def layout_of_local(
         )
     if shape is None:
         shape = _even_shape(local, mesh, placements)
-        layout = Layout(mesh, placements, shape)
+        layout = Layout.of(mesh, placements, shape)
     else:
-        layout = Layout(mesh, placements, tuple(shape))
+        layout = Layout.of(mesh, placements, tuple(shape))
     if mesh.get_coordinate() is None:
         return layout
     got, expected = tuple(local.shape), layout.local_shape(mesh.get_rank())

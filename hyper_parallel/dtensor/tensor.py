@@ -28,7 +28,7 @@ from hyper_parallel.core import (
     Shard,
     StridedShard,
 )
-from hyper_parallel.dtensor import dispatch
+from hyper_parallel.dtensor import dispatch, entries
 from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, Redistribute, ToLocal, move, moved
 from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.read import (
@@ -401,6 +401,16 @@ class DTensor(torch.Tensor):
     def local_in(self, layout: Layout) -> torch.Tensor:
         """Give this rank's part in another layout; not differentiable. Internal."""
         return move(self._local, self._layout, layout)
+
+    def backward(  # type: ignore[override]
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Compute the gradients of the graph's leaves, as torch.Tensor.backward does."""
+        entries.backward(DTensor, self, gradient, retain_graph, create_graph, None, inputs)
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
         """Call `hook` with the gradient, a DTensor in the cotangent layout, in backward.

@@ -28,7 +28,7 @@ from hyper_parallel.core.placement import Partial, Shard
 from hyper_parallel.core.plan import Plan
 from hyper_parallel.runtime.interface import ArrayOps, Work
 from hyper_parallel.runtime.mesh import DeviceMesh
-from hyper_parallel.runtime.parts import consecutive, packer, put, take, unpacker
+from hyper_parallel.runtime.parts import consecutive, packer, putter, taker, unpacker
 from hyper_parallel.runtime.program import Collective, Program, chain, program_of
 
 __all__ = ["execute", "gather_dim", "launch", "reduce", "reduce_scatter_dim", "scatter_from"]
@@ -36,6 +36,7 @@ __all__ = ["execute", "gather_dim", "launch", "reduce", "reduce_scatter_dim", "s
 Array = Any
 Run = Callable[[Array], Array]
 Axes = int | tuple[int, ...]
+Along = tuple[int, tuple[int, ...]] | None
 
 _MOST_PROGRAMS = 4096
 
@@ -246,26 +247,38 @@ def _all_to_all(step: Step, mesh: DeviceMesh) -> Run | Collective:
     shape = step.dst.local_shape(rank)
     if _is_empty(step):
         return lambda local: ops.empty(shape, local)
-    table = transfers(step, rank)
+    table, comm = transfers(step, rank), mesh.communicator(axes)
     before = step.src.local_shape(rank)
     send, receive = (
         [_numel(region_shape(region)) for region in regions]
         for regions in (table.send, table.receive)
     )
-    along = consecutive(table.send, before)
+    sent, received = consecutive(table.send, before), consecutive(table.receive, shape)
+    how = {"even": True} if _has_equal_parts(step, sent, received) else {}
     return Collective(
-        partial(mesh.communicator(axes).all_to_all_v, send_sizes=send, recv_sizes=receive),
+        partial(comm.all_to_all_v, send_sizes=send, recv_sizes=receive, **how),
         packer(ops, table.send, before),
         unpacker(ops, table.receive, shape),
-        copies=along is None or along[0] != 0,
+        copies=sent is None or sent[0] != 0,
     )
+
+
+def _has_equal_parts(step: Step, sent: Along, received: Along) -> bool:
+    """Tell whether all parts that all ranks send have one size; all ranks find the same.
+
+    From one dim to another on one axis, rank i sends rows_i x columns_j to rank j: if this rank's
+    parts all have one size, everyone's have.
+    """
+    if step.kind != "all_to_all" or len(step.axes) != 1 or sent is None or received is None:
+        return False
+    return sent[0] != received[0] and len({*sent[1]}) == len({*received[1]}) == 1
 
 
 def _slice(step: Step, mesh: DeviceMesh) -> Run:
     """Keep the own piece, as a copy, so that the whole is not kept alive."""
     ops, rank = mesh.backend.ops, mesh.get_rank()
     (region,) = parts_of(step.src, rank, step.dst, [rank])
-    return lambda local: ops.clone(take(ops, local, region))
+    return chain(taker(ops, region, step.src.local_shape(rank)), ops.clone)
 
 
 def _fill(step: Step, mesh: DeviceMesh) -> Run:
@@ -277,10 +290,11 @@ def _fill(step: Step, mesh: DeviceMesh) -> Run:
         return ops.clone if keeps else lambda local: ops.identity(local.shape, op, local)
     (region,) = parts_of(step.dst, rank, step.src, [rank])
     shape, count = step.dst.local_shape(rank), mesh.shape[axis]
+    put = putter(ops, region, shape)
 
     def run(local: Array) -> Array:
         whole = ops.identity(shape, op, local)
-        put(ops, whole, region, ops.scale(local, count) if op == "avg" else local)
+        put(whole, ops.scale(local, count) if op == "avg" else local)
         return whole
 
     return run

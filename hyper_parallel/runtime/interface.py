@@ -81,9 +81,13 @@ class Communicator(Protocol):
         send_sizes: Sequence[int],
         recv_sizes: Sequence[int],
         *,
+        even: bool = False,
         async_op: bool = False,
     ) -> Any:
-        """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
+        """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated.
+
+        Decides: what to gain where `even` promises that all parts of all ranks have one size.
+        """
         ...
 
     def broadcast(self, x: Array, src: int = 0) -> Array:

@@ -196,9 +196,13 @@ class Group:
 
         return self._meet((kind, op, x.shape, x.dtype, tuple(sizes)), x, combine)
 
-    def all_to_all_v(self, x: Array, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Array:
+    def all_to_all_v(
+        self, x: Array, send_sizes: Sequence[int], recv_sizes: Sequence[int], even: bool = False
+    ) -> Array:
         _check_given(x)
         assert x.ndim == 1 and len(x) == sum(send_sizes)
+        if even:
+            assert len({*send_sizes, *recv_sizes}) == 1
 
         def combine(values: list[tuple[Array, list[int], list[int]]]) -> list[Array]:
             pieces = [np.split(sent, np.cumsum(sizes)[:-1]) for sent, sizes, _ in values]
@@ -207,7 +211,7 @@ class Group:
             return [np.concatenate([row[i] for row in pieces]) for i in range(self.size)]
 
         value = (x, list(send_sizes), list(recv_sizes))
-        return self._meet(("all_to_all_v", x.dtype), value, combine)
+        return self._meet(("all_to_all_v", x.dtype, even), value, combine)
 
     def scatter(self, out: Array, pieces: Sequence[Array] | None, src: int = 0) -> Array:
         _check_given(out)
