@@ -203,7 +203,7 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
             )
         )
     source = args[0]
-    result = func(source._local, *args[1:], **kwargs)
+    result = func(*[x._local if isinstance(x, cls) else x for x in args], **kwargs)
     if not isinstance(result, torch.Tensor):
         return result
     layout = source._layout.cotangent if name == "ones_like" else source._layout

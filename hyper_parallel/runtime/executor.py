@@ -203,7 +203,6 @@ def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run | Collective:
         scatter.start,
         chain(packer(ops, regions, before), scatter.before),
         chain(scatter.after, lambda flat: ops.reshape(flat, shape)),
-        copies=True,
     )
 
 
@@ -259,7 +258,6 @@ def _all_to_all(step: Step, mesh: DeviceMesh) -> Run | Collective:
         partial(comm.all_to_all_v, send_sizes=send, recv_sizes=receive, **how),
         packer(ops, table.send, before),
         unpacker(ops, table.receive, shape),
-        copies=sent is None or sent[0] != 0,
     )
 
 

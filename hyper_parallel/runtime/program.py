@@ -29,7 +29,7 @@ class Collective:
         start: the collective; it takes `async_op`, too.
         before: what makes its operand; None: the local array is that.
         after: what makes the step's result; None: the collective's is that.
-        copies: whether the operand is a copy, so that the local array may change meanwhile.
+        copies: whether the operand is surely a copy, so that the local array may change meanwhile.
     """
 
     start: Callable[..., Any]
