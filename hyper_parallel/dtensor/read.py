@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what users pass: meshes and placements, torch's own included, and local tensors."""
+"""Read what users pass: meshes, placements and dtypes, torch's own included."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
-from hyper_parallel.core.placement import REDUCE_OPS, normalize
+from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh, backend_for, current_mesh
 from hyper_parallel.runtime.refusals import integer_average
 
 __all__ = [
     "is_torch_dtensor",
-    "layout_of_local",
     "one_axis_mesh",
     "read_explicit_mesh",
     "read_mesh",
@@ -170,42 +169,6 @@ def read_placements(placements: Any, mesh: DeviceMesh, where: str) -> tuple[Plac
     return tuple([p if isinstance(p, Placement) else read_placement(p, where) for p in placements])
 
 
-def layout_of_local(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: Sequence[int] | None,
-    run_check: bool,
-) -> Layout:
-    """Give the layout in which `local` is this rank's part, checking that it is.
-
-    Raises:
-        LayoutError: the local shape does not fit, or an average of integers is asked for.
-    """
-    where = "DTensor.from_local"
-    refuse_other_tensors(local, where)
-    refuse_integer_average(local.dtype, placements, where)
-    if shape is not None and not all(isinstance(size, int) for size in _sequence(shape)):
-        raise LayoutError(
-            describe(
-                where, "shape must be a sequence of ints", "Pass the global shape", shape=shape
-            )
-        )
-    if shape is None:
-        shape = _even_shape(local, mesh, placements)
-        layout = Layout.of(mesh, placements, shape)
-    else:
-        layout = Layout.of(mesh, placements, tuple(shape))
-    if mesh.get_coordinate() is None:
-        return layout
-    got, expected = tuple(local.shape), layout.local_shape(mesh.get_rank())
-    if run_check:
-        _check_everywhere(mesh, layout, got)
-    if got != expected:
-        raise LayoutError(_misfit(layout, mesh.get_rank(), got, expected))
-    return layout
-
-
 def refuse_casts(dtypes: tuple[Any, Any], layouts: tuple[Layout, Layout], where: str) -> None:
     """Refuse dtypes that a value and its gradient cannot be cast to on the way between layouts.
 
@@ -236,46 +199,3 @@ def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], 
         p.is_partial("avg") for p in placements
     ):
         raise integer_average(where, dtype)
-
-
-def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, Sequence) else ("",)
-
-
-def _even_shape(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[int, ...]:
-    sizes = list(local.shape)
-    normal = normalize(placements, local.ndim, where="DTensor.from_local")
-    for axis, placement in enumerate(normal):
-        if placement.cut_dim is not None:
-            sizes[placement.cut_dim] *= mesh.shape[axis]
-    return tuple(sizes)
-
-
-def _check_everywhere(mesh: DeviceMesh, layout: Layout, got: tuple[int, ...]) -> None:
-    """Compare all ranks' local shapes along each axis, so that all ranks refuse alike."""
-    for axis in range(mesh.ndim):
-        comm = mesh.communicator(axis)
-        ndims = comm.all_gather_ints([len(got)])
-        if len(set(ndims)) != 1:
-            raise LayoutError(
-                describe(
-                    "DTensor.from_local",
-                    "every rank's local tensor must have the same number of dims",
-                    "Pass parts of one global tensor",
-                    ndim_by_rank=dict(zip(comm.ranks, (n for (n,) in ndims), strict=True)),
-                )
-            )
-        for rank, shape in zip(comm.ranks, comm.all_gather_ints(got), strict=True):
-            if shape != layout.local_shape(rank):
-                raise LayoutError(_misfit(layout, rank, shape, layout.local_shape(rank)))
-
-
-def _misfit(layout: Layout, rank: int, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    return describe(
-        "DTensor.from_local",
-        f"the local shape on rank {rank} must be {expected} for {layout!r}",
-        "Pass shape= with the global shape; shards must have torch.chunk's sizes",
-        local_shape=got,
-    )

@@ -29,10 +29,10 @@ from hyper_parallel.core import (
     StridedShard,
 )
 from hyper_parallel.dtensor import dispatch, entries
+from hyper_parallel.dtensor.declare import layout_of_local
 from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, Redistribute, ToLocal, move, moved
 from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.read import (
-    layout_of_local,
     read_explicit_mesh,
     read_mesh,
     read_placements,
@@ -113,7 +113,9 @@ class DTensor(torch.Tensor):
             local_tensor: this rank's part; any shape and dtype. Storage is shared.
             device_mesh: the mesh; default the one of the enclosing `with mesh:` block.
             placements: one per mesh axis; default Replicate on each.
-            run_check: compare every rank's local shape with the layout; all ranks refuse alike.
+            run_check: compare what the ranks declare (placements, dtype, shapes) and, along
+                Replicate axes, that they hold equal values (a NaN equals a NaN). All ranks refuse
+                alike; nothing is overwritten.
             shape: the global shape; needed when shards are uneven. Default: local size times
                 the number of ranks on each sharded dim.
             stride: accepted as torch has it; the global tensor is always contiguous.
@@ -124,13 +126,14 @@ class DTensor(torch.Tensor):
             The DTensor.
 
         Communicates:
-            Forward: nothing (`run_check`: one exchange of a few integers per axis).
+            Forward: nothing (`run_check`: two exchanges of a few integers per axis; values are
+            compared by a fingerprint).
             Backward: the move from the gradient's layout to the cotangent layout; for a
             pending max or min two all-reduces, for a pending product one all-gather.
 
         Raises:
-            LayoutError: the local shape does not fit `shape` and `placements`, or an average of
-                integers is asked for.
+            LayoutError: the local shape does not fit `shape` and `placements`, an average of
+                integers is asked for, or `run_check` finds a rank that differs.
 
         Example:
             >>> import torch
