@@ -12,11 +12,15 @@ import torch
 
 from hyper_parallel.core import Layout, Placement
 from hyper_parallel.core.placement import normalize
-from hyper_parallel.dtensor.read import refuse_integer_average, refuse_other_tensors
+from hyper_parallel.dtensor.read import (
+    read_placements,
+    refuse_integer_average,
+    refuse_other_tensors,
+)
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["layout_of_local"]
+__all__ = ["layout_of_gradient", "layout_of_local"]
 
 _WHERE = "DTensor.from_local"
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
@@ -54,6 +58,35 @@ def layout_of_local(
     if is_inside:
         _refuse_misfit(layout, mesh.get_rank(), got)
     return layout
+
+
+def layout_of_gradient(layout: Layout, placements: Any, where: str) -> Layout | None:
+    """Give the layout that `grad_placements` say, of parts as large as the value's; None for None.
+
+    Raises:
+        LayoutError: a rank's gradient would have another shape than its value.
+    """
+    if placements is None:
+        return None
+    mesh: Any = layout.mesh
+    wanted = layout.with_placements(read_placements(placements, mesh, where))
+    key = ("gradient", layout, wanted)
+    if key not in mesh.decisions:
+        for rank in mesh.ranks:
+            shape, expected = wanted.local_shape(rank), layout.local_shape(rank)
+            if shape != expected:
+                raise LayoutError(
+                    describe(
+                        where,
+                        f"the gradient's local shape must be that of the value, {expected} on rank"
+                        f" {rank}",
+                        "Pass the grad_placements that the local gradients have",
+                        shape=shape,
+                        grad_placements=wanted.placements,
+                    )
+                )
+        mesh.decisions[key] = True
+    return wanted
 
 
 def _even_shape(

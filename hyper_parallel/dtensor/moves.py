@@ -196,17 +196,6 @@ class ToLocal(torch.autograd.Function):
         if ctx.grad_layout is None:
             count = _average_count(ctx.layout)
             return _leaves(ctx, grad * count if count > 1 else grad, target), None
-        wanted = ctx.grad_layout.local_shape(_mesh(target).get_rank())
-        if tuple(grad.shape) != wanted:
-            raise LayoutError(
-                describe(
-                    "DTensor.to_local",
-                    f"the gradient's local shape must be {wanted}, as grad_placements say",
-                    "Pass the grad_placements the local gradients really have",
-                    shape=tuple(grad.shape),
-                    grad_placements=ctx.grad_layout.placements,
-                )
-            )
         if ctx.to_leaf:
             return move(grad, ctx.grad_layout, target), None
         return ctx.cls(grad, ctx.grad_layout), None

@@ -29,7 +29,7 @@ from hyper_parallel.core import (
     StridedShard,
 )
 from hyper_parallel.dtensor import dispatch, entries
-from hyper_parallel.dtensor.declare import layout_of_local
+from hyper_parallel.dtensor.declare import layout_of_gradient, layout_of_local
 from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, Redistribute, ToLocal, move, moved
 from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.read import (
@@ -132,8 +132,9 @@ class DTensor(torch.Tensor):
             pending max or min two all-reduces, for a pending product one all-gather.
 
         Raises:
-            LayoutError: the local shape does not fit `shape` and `placements`, an average of
-                integers is asked for, or `run_check` finds a rank that differs.
+            LayoutError: the local shape does not fit `shape` and `placements`, or
+                `grad_placements` not the local shape; an average of integers is asked for; or
+                `run_check` finds a rank that differs.
 
         Example:
             >>> import torch
@@ -160,9 +161,7 @@ class DTensor(torch.Tensor):
         layout = layout_of_local(
             local_tensor, mesh, read_placements(placements, mesh, where), shape, run_check
         )
-        grad_layout = None
-        if grad_placements is not None:
-            grad_layout = layout.with_placements(read_placements(grad_placements, mesh, where))
+        grad_layout = layout_of_gradient(layout, grad_placements, where)
         return FromLocal.apply(DTensor, local_tensor, layout, grad_layout)  # type: ignore[return-value]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -181,16 +180,12 @@ class DTensor(torch.Tensor):
             reaches a leaf or a gradient of another layout.
 
         Raises:
-            LayoutError: a pending max, min or product that needs a gradient.
+            LayoutError: a pending max, min or product that needs a gradient, or grad_placements
+                of parts of another shape.
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
             return self._local
-        grad_layout = None
-        if grad_placements is not None:
-            mesh = self.device_mesh
-            grad_layout = self._layout.with_placements(
-                read_placements(grad_placements, mesh, "DTensor.to_local")
-            )
+        grad_layout = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
         return ToLocal.apply(self, grad_layout)  # type: ignore[return-value]
 
     def redistribute(
