@@ -20,8 +20,8 @@ class Candidate:
     """One variant of one case, and what was measured of it."""
 
     name: str
-    call: Callable[[], Tensor]
-    collectives: dict[str, int]
+    call: Callable[[], object]
+    collectives: dict[str, int] = field(default_factory=dict)
     model: nn.Module | None = None
     x: Tensor | None = None
     calls_per_burst: int = 0
