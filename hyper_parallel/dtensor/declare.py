@@ -14,8 +14,8 @@ from hyper_parallel.core import Layout, Placement
 from hyper_parallel.core.placement import normalize
 from hyper_parallel.dtensor.read import (
     read_placements,
-    refuse_integer_average,
     refuse_other_tensors,
+    refuse_pending,
 )
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -51,7 +51,7 @@ def layout_of_local(
     is_inside = mesh.get_coordinate() is not None
     if run_check and is_inside:
         _check_everywhere(local, mesh, placements, shape)
-    refuse_integer_average(local.dtype, placements, _WHERE)
+    refuse_pending(local.dtype, placements, _WHERE)
     got = tuple(local.shape)
     whole = _even_shape(got, mesh, placements) if shape is None else shape
     layout = Layout.of(mesh, placements, whole)

@@ -23,8 +23,8 @@ __all__ = [
     "read_placement",
     "read_placements",
     "refuse_casts",
-    "refuse_integer_average",
     "refuse_other_tensors",
+    "refuse_pending",
 ]
 
 
@@ -173,7 +173,7 @@ def refuse_casts(dtypes: tuple[Any, Any], layouts: tuple[Layout, Layout], where:
     """Refuse dtypes that a value and its gradient cannot be cast to on the way between layouts.
 
     Raises:
-        LayoutError: not a dtype, a gradient of integers, or a pending average of integers.
+        LayoutError: not a dtype, a gradient of integers, or a reduction that the dtype has not.
     """
     for name, dtype in zip(("forward_dtype", "backward_dtype"), dtypes, strict=True):
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -181,7 +181,7 @@ def refuse_casts(dtypes: tuple[Any, Any], layouts: tuple[Layout, Layout], where:
             raise LayoutError(text)
     forward, backward = dtypes
     if forward is not None:
-        refuse_integer_average(forward, [p for at in layouts for p in at.placements], where)
+        refuse_pending(forward, [p for at in layouts for p in at.placements], where)
     if backward is not None and not (backward.is_floating_point or backward.is_complex):
         raise LayoutError(
             describe(
@@ -189,6 +189,24 @@ def refuse_casts(dtypes: tuple[Any, Any], layouts: tuple[Layout, Layout], where:
                 "a gradient is of floating point or complex numbers",
                 "Pass such a backward_dtype",
                 backward_dtype=backward,
+            )
+        )
+
+
+def refuse_pending(dtype: torch.dtype, placements: Sequence[Placement], where: str) -> None:
+    """Refuse a pending reduction that the dtype does not have, before anything is pending.
+
+    Raises:
+        LayoutError: an average of integers, or an extreme of complex numbers.
+    """
+    refuse_integer_average(dtype, placements, where)
+    if dtype.is_complex and any(p.is_partial("max") or p.is_partial("min") for p in placements):
+        raise LayoutError(
+            describe(
+                where,
+                "Partial('max') and Partial('min') need numbers that have an order",
+                "Reduce abs() or view_as_real() of the tensor",
+                dtype=dtype,
             )
         )
 

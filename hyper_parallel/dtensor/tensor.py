@@ -37,6 +37,7 @@ from hyper_parallel.dtensor.read import (
     read_mesh,
     read_placements,
     refuse_casts,
+    refuse_pending,
 )
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -218,8 +219,8 @@ class DTensor(torch.Tensor):
             cotangent layouts, back.
 
         Raises:
-            LayoutError: no mesh, placements that do not fit, an average of integers, or a dtype
-                that is none.
+            LayoutError: no mesh, placements that do not fit, a reduction that the dtype has not
+                (an average of integers), or a dtype that is none.
             PlanError: another mesh than the tensor's.
 
         Example:
@@ -247,6 +248,8 @@ class DTensor(torch.Tensor):
             refuse_casts((forward_dtype, backward_dtype), (layout, dst), where)
         if dst == layout and (how is PLAIN or {how[0], how[1]} <= {None, self.dtype}):
             return self
+        if dst.has_partial:
+            refuse_pending(forward_dtype or self.dtype, dst.placements, where)
         with without_torch_function():
             needs_grad = self.requires_grad
         if needs_grad and torch.is_grad_enabled():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, init_device_mesh
+from support.dtypes import outcomes, unexpected
 
 PLACES = ("R", "S0", "S1", "P")
 OPTIONS = [
@@ -96,3 +97,13 @@ def reduce_scatter_leaves_its_operand():
 
 def test_collectives_but_all_reduce_leave_their_operand_alone(procs2):
     assert procs2.run(reduce_scatter_leaves_its_operand) == [torch.arange(8.0).tolist()] * 2
+
+
+def outcomes_of_dtypes():
+    return outcomes(init_device_mesh("cpu", (2,)))
+
+
+def test_every_dtype_moves_exactly_or_is_refused(procs2):
+    first, second = procs2.run(outcomes_of_dtypes)
+    assert first == second
+    assert unexpected(first, complex_products=False) == {}
