@@ -86,14 +86,16 @@ def main() -> None:
     """Time every pair on every mesh and print a line each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=30, help="bursts per variant (30)")
+    parser.add_argument("--mesh", help="one mesh shape, such as 2,4")
     options = parser.parse_args()
+    meshes = [tuple(map(int, options.mesh.split(",")))] if options.mesh else MESHES
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # torch says where it would like a flattened mesh
-    size = max(map(math.prod, MESHES))
+    size = max(map(math.prod, meshes))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     print("mesh          move          when    ours: min median   torch: min median  ours/torch")
-    for mesh_shape in MESHES:
+    for mesh_shape in meshes:
         for src, dst in PAIRS[len(mesh_shape)]:
             ours, theirs = (make(mesh_shape, src, dst) for make in (our_calls, torch_calls))
             for when, mine, its in zip(("cold", "cached"), ours, theirs, strict=True):
