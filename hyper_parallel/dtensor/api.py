@@ -20,7 +20,7 @@ from hyper_parallel.dtensor.read import (
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
-from hyper_parallel.runtime.executor import scatter_from
+from hyper_parallel.runtime.rows import scatter_from
 
 __all__ = ["distribute_module", "distribute_tensor"]
 

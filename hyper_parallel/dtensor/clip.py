@@ -14,7 +14,7 @@ from hyper_parallel.dtensor.interop import is_torch_dtensor, local_of, sharded_a
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
-from hyper_parallel.runtime.executor import reduce
+from hyper_parallel.runtime.rows import reduce
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 

@@ -13,7 +13,7 @@ from hyper_parallel.dtensor.inplace import POINTWISE, refuse_gradient, refuse_lo
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.runtime import DeviceMesh
-from hyper_parallel.runtime.executor import reduce
+from hyper_parallel.runtime.rows import reduce
 
 __all__ = ["list_op"]
 

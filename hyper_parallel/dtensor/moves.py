@@ -15,7 +15,8 @@ from hyper_parallel.core import Layout, Partial, plan
 from hyper_parallel.dtensor.pending import pending, without_torch_function
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh, execute
-from hyper_parallel.runtime.executor import gather_dim, launch, reduce
+from hyper_parallel.runtime.executor import launch
+from hyper_parallel.runtime.rows import gather_dim, reduce
 
 __all__ = [
     "PLAIN",

