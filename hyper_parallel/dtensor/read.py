@@ -199,6 +199,8 @@ def refuse_pending(dtype: torch.dtype, placements: Sequence[Placement], where: s
     Raises:
         LayoutError: an average of integers, or an extreme of complex numbers.
     """
+    if dtype.is_floating_point:
+        return
     refuse_integer_average(dtype, placements, where)
     if dtype.is_complex and any(p.is_partial("max") or p.is_partial("min") for p in placements):
         raise LayoutError(
