@@ -34,12 +34,13 @@ def contribution(whole, placement, size, seed):
     rank = current_rank()
     if not placement.is_partial():
         return None
-    noise = torch.stack([seeded(*whole.shape, seed=100 * seed + r) for r in range(size)])
+    seeds = [100 * seed + r for r in range(size)]
+    noise = torch.stack([seeded(*whole.shape, seed=s, dtype=whole.dtype) for s in seeds])
     if placement.is_partial("max"):
-        noise = whole - noise.abs()
+        noise = whole.detach() - noise.abs()
         noise[0] = whole
         return noise[rank]
-    parts = (noise - noise.mean(0) + whole.detach() / size).to(whole.dtype)
+    parts = noise - noise.mean(0) + whole.detach() / size
     return parts[rank] * (size if placement.is_partial("avg") else 1)
 
 
