@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,12 +79,23 @@ class BoundCall:
     """The other arguments by name, hashable."""
 
 
+@lru_cache(maxsize=4096)
+def _is_device_type(name: str) -> bool:
+    """Tell whether a method moves to a device, such as Tensor.cpu."""
+    if not hasattr(torch.Tensor, name) or name.startswith("_"):
+        return False
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
+
+
 def op_name(func: Any) -> str:
     """Give the rule-table name of a torch function or method."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]  # torch.ops.aten.mul.Scalar
     if name == "__get__":
         name = getattr(func.__self__, "__name__", name)
-    if name in _CASTS:
+    if name in _CASTS or _is_device_type(name):
         return "to"
     if name == "unfold" and getattr(func, "__module__", "") == "torch.nn.functional":
         return "im2col"  # Tensor.unfold is another op

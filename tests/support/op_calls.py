@@ -137,7 +137,6 @@ CALLS: dict[str, list[OpCall]] = {
     "view_as_real": [c(torch.view_as_real, AB, "k")],
     "complex": [c(torch.complex, "ab ab")],
     "polar": [c(torch.polar, "ab ab", "pf")],
-    "cpu": [c(method("cpu"))],
     "to": [
         c(method("to", torch.float32)),
         c(method("to", dtype=torch.int32)),
@@ -146,6 +145,7 @@ CALLS: dict[str, list[OpCall]] = {
         c(method("bool")),
         c(method("type", torch.float32)),
         c(method("to", "cpu")),
+        c(method("cpu")),
         c(method("type", torch.int64)),
         c(method("type", "torch.LongTensor")),
         c(method("double")),
@@ -780,4 +780,8 @@ CALLS |= {
     ],
 }
 # Ops that draw random numbers only in other calls, and names that torch calls by another.
-NOT_CALLED = {"slice", "linalg_diagonal", "norm_power", "chain_matmul", "cuda", "npu"}
+RANDOM = (
+    "alpha_dropout dropout1d dropout2d dropout3d rand_like randn_like randint_like bernoulli"
+    " poisson"
+)
+NOT_CALLED = {"norm_power", "chain_matmul", *RANDOM.split()}
