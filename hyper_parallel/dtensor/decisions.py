@@ -45,6 +45,8 @@ _READS = frozenset(
 )
 
 _warned: set[str] = set()
+# Why a call of an op did not fit its rule, for the warning.
+_misfits: dict[str, str] = {}
 _strict = threading.local()
 _MAX_SPECS = 4096
 _MISSING: Any = object()
@@ -147,6 +149,8 @@ def _decide(
             return None
         out_shapes = [tuple(size or 0 for size in shape) for shape in bound.results]
     if not _agree(bound, out_shapes):
+        rule = [tuple(shape) for shape in bound.results]
+        _misfits[name] = f" ({bound.rule.text!r} gives results of {rule}, the op of {out_shapes})"
         return None
     present = [(i, t._layout) for i, t in enumerate(operands) if t is not None]
     mesh = present[0][1].mesh
@@ -242,8 +246,10 @@ def _bound_rule(
     """Bind the op's rule; None if the call has a form that the rule does not know."""
     try:
         return bind(find(name, Call(shapes, static)), shapes)
-    except (RuleError, LookupError, TypeError, ValueError):
-        return None  # a form of the call that the function which makes the rule does not expect
+    except (RuleError, LookupError, TypeError, ValueError) as error:
+        # Other than RuleError: a form of the call that the rule's function does not expect.
+        _misfits[name] = f" ({error})" if isinstance(error, RuleError) else ""
+        return None
 
 
 def _agree(bound: BoundRule, out_shapes: list[tuple[int, ...]]) -> bool:
@@ -325,7 +331,11 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
         warnings.warn(
             f"DTensor op {name!r} has no sharding rule{' for this call' if has_rule else ''}: its"
             " operands are gathered on every rank."
-            + (" Move them first if that is too much." if has_rule else f" Teach it with {fix}."),
+            + (
+                f" Move them first if that is too much.{_misfits.get(name, '')}"
+                if has_rule
+                else f" Teach it with {fix}."
+            ),
             stacklevel=_frames_of_ours(),
         )
     whole = tuple(t._layout.replicated for t in tensors)

@@ -108,7 +108,8 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             result = apply(cls, call, spec, moved)
     is_view = name in _VIEWS and _has_no_positions(bound)
     if is_view or not has_rule:
-        _mark_copies(cls, is_view, tensors, moved, result)
+        is_made = spec.local is not None and bool(spec.local.addressed)
+        _mark_copies(cls, is_view, is_made, tensors, moved, result)
     if (is_view and name in _SCATTERING) or tensors[0]._is_scattered:
         result = _own_memory(cls, name, tensors[0], result)
     return result
@@ -254,9 +255,23 @@ def _has_no_positions(bound: BoundCall) -> bool:
 
 
 def _mark_copies(
-    cls: type[Any], is_view: bool, given: Sequence[Any], moved: Sequence[Any], result: Any
+    cls: type[Any],
+    is_view: bool,
+    is_made: bool,
+    given: Sequence[Any],
+    moved: Sequence[Any],
+    result: Any,
 ) -> None:
-    """Mark results that are views of a copy; see [Note: lost writes]."""
+    """Mark results that are views of a copy; see [Note: lost writes].
+
+    Args:
+        cls: the DTensor class.
+        is_view: whether the op gives views.
+        is_made: whether only some ranks have what it views, so that all results are marked.
+        given: the operands.
+        moved: the operands where the op needed them.
+        result: what the op gave.
+    """
     copies = {
         _storage(now._local)
         for was, now in zip(given, moved, strict=True)
@@ -268,7 +283,7 @@ def _mark_copies(
     for value in tree_flatten(result)[0]:
         if isinstance(value, cls):
             at = _storage(value._local)  # type: ignore[attr-defined]
-            if at in copies or (owners is not None and at not in owners):
+            if is_made or at in copies or (owners is not None and at not in owners):
                 value._write_is_lost = True  # type: ignore[attr-defined]
 
 
