@@ -10,7 +10,7 @@ from __future__ import annotations
 from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.rules.call import Call, Rule
 
-__all__ = ["RULES"]
+__all__ = ["ELEMENTWISE", "RULES"]
 
 _LINEAR = parse_rule("... -> ...", linear=True)
 _RANDOM = parse_rule("... -> ...", random=True)
@@ -92,6 +92,11 @@ _TOGETHER = (
 _LINEAR_NAMES = (
     "alias clone conj conj_physical contiguous deg2rad detach empty_like imag neg positive rad2deg"
     " real resolve_conj resolve_neg zeros_like"
+)
+
+# What works element by element, so that it may run in place on shards of one layout.
+ELEMENTWISE = frozenset(
+    f"{_TOGETHER} {_LINEAR_NAMES} add sub mul div where lerp addcmul addcdiv ldexp".split()
 )
 
 RULES: dict[str, Rule] = {
