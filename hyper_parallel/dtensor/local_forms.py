@@ -90,6 +90,13 @@ def _group_norm(local: Local, func: Any, given: dict[str, Any]) -> Any:
     return func(**{**given, "num_groups": groups})
 
 
+def _npu_attention(local: Local, func: Any, given: dict[str, Any]) -> Any:
+    """Attend with the heads that this rank holds."""
+    at = 1 if given["input_layout"] == "BNSD" else 2
+    heads = given["head_num"] * local.shape[at] // local.whole[at]
+    return func(**{**given, "head_num": heads})
+
+
 # ---------------------------------------------------------------------- positions
 
 
@@ -209,6 +216,7 @@ _FORMS: dict[str, Form] = {
     **{f"conv{n}d": _conv for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _conv for n in (1, 2, 3)},
     "group_norm": _group_norm,
+    "npu_fusion_attention": _npu_attention,
     "embedding": _embedding,
     "index_select": _index_select,
     "gather": _gather,

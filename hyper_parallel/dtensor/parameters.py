@@ -142,6 +142,15 @@ igamma igammac logaddexp logaddexp2 nextafter xlogy xlog1py zeta ldexp isclose: 
 bitwise_left_shift bitwise_right_shift: input* other*
 complex polar: real* imag*
 div: input* other* rounding_mode
+npu_rms_norm: x|self* gamma* epsilon
+npu_add_rms_norm: x1* x2* gamma* epsilon
+npu_rotary_mul: input|self* r1* r2* rotary_mode
+npu_swiglu: input|self* dim
+npu_linear: input* weight* bias*
+npu_scaled_masked_softmax: x* mask* scale fixed_triu_mask
+npu_fusion_attention: query* key* value* head_num input_layout pse* padding_mask*
+    atten_mask* scale keep_prob
+npu_moe_token_unpermute: permuted_tokens* sorted_indices* probs* padded_mode restore_shape
 pow: input* exponent*
 fill: input* value*
 masked_fill: input* mask* value*

@@ -12,6 +12,7 @@ from hyper_parallel.rules import (
     loss,
     matmul,
     norm,
+    npu,
     pointwise,
     reduce,
     shape,
@@ -21,7 +22,7 @@ from hyper_parallel.rules.call import Call, Rule
 
 __all__ = ["Call", "Rule", "find", "lookup", "names", "register", "rules_version"]
 
-_ROOMS = (pointwise, matmul, norm, loss, reduce, shape, join, index, vision, linalg)
+_ROOMS = (pointwise, matmul, norm, loss, reduce, shape, join, index, vision, linalg, npu)
 _RULES: dict[str, Rule] = {name: rule for room in _ROOMS for name, rule in room.RULES.items()}
 _version = [0]
 

@@ -6,8 +6,8 @@ sizes are multiples of each number of ranks (EVEN: every factor can be cut) or n
 are sizes, and "." is a tensor of no dims: "ab b1 ." is three operands. Kinds, one letter for each:
 f any number, p positive, u within (-1, 1), z within (0, 1), b truth, i a position below 3, j one
 below 0, n a small natural, e an int32 8, s a sorted last dim, o ones and minus ones, l a
-distribution over dim 1, q a well-conditioned matrix, y a symmetric positive one, w a float32, k a
-complex number. A capital letter is for an operand that has no gradient.
+distribution over dim 1, q a well-conditioned matrix, y a symmetric positive one, w a float32, r all
+positions in reverse, k a complex number. A capital letter is for an operand that has no gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from support.dtensors import seeded
+from support.npu_ops import OPS
 
 __all__ = ["CALLS", "EVEN", "NOT_CALLED", "UNEVEN", "OpCall"]
 
@@ -66,6 +67,7 @@ def _draw(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         "j": lambda: (x.abs() * 100).long() % 3 - 3,
         "e": lambda: torch.full(shape, 8, dtype=torch.int32),
         "k": lambda: torch.complex(x, 2 * x),
+        "r": lambda: torch.arange(shape[0]).flip(0),
         "w": lambda: x.float(),
         "q": lambda: x + 4 * torch.eye(shape[-1], dtype=x.dtype),
     }
@@ -388,6 +390,8 @@ CALLS: dict[str, list[OpCall]] = {
     "msort": [c(torch.msort)],
     "glu": [c(F.glu), c(lambda x: F.glu(x, 1), "a8c")],
     "renorm": [c(lambda x: torch.renorm(x, 2, 0, 1.0))],
+    "trapezoid": [c(torch.trapezoid), c(lambda y: torch.trapz(y, dx=0.5, dim=0))],
+    "cumulative_trapezoid": [c(lambda y: torch.cumulative_trapezoid(y, dim=0))],
     "trace": [c(torch.trace)],
     "searchsorted": [c(torch.searchsorted, "ab ac", "sf"), c(torch.searchsorted, "b ac", "sf")],
 }
@@ -777,6 +781,46 @@ CALLS |= {
         c(lambda x, i, y: x.index_put((i,), y, accumulate=True), "ab d db", "fif"),
         c(lambda x, i, y: x.index_put((i,), y), "ab d b", "fif"),
         c(lambda x, i, j, y: x.index_put((i, j), y, True), "abc d d dc", "fiif"),
+    ],
+}
+# ---------------------------------------------------------------------- vendor ops
+
+CALLS |= {
+    "npu_rms_norm": [c(OPS.npu_rms_norm, "abc c"), c(OPS.npu_rms_norm, "abc bc")],
+    "npu_add_rms_norm": [c(OPS.npu_add_rms_norm, "abc abc c")],
+    "npu_rotary_mul": [
+        c(OPS.npu_rotary_mul, "abc6 1bc6 11c6"),
+        c(OPS.npu_rotary_mul, "ab16 a116 b16"),
+    ],
+    "npu_swiglu": [c(OPS.npu_swiglu, "ab6"), c(lambda x: OPS.npu_swiglu(x, 1), "a6c")],
+    "npu_geglu": [c(OPS.npu_geglu, "ab6")],
+    **{f"npu_{n}": [c(getattr(OPS, f"npu_{n}"))] for n in ("fast_gelu", "gelu", "silu", "mish")},
+    "npu_linear": [c(OPS.npu_linear, "abc dc d"), c(OPS.npu_linear, "ab db")],
+    "npu_scaled_masked_softmax": [
+        c(lambda x, m: OPS.npu_scaled_masked_softmax(x, m, 0.5), "abcd a1cd", "fb")
+    ],
+    "npu_fusion_attention": [
+        c(lambda *x, n=n, y=layout: OPS.npu_fusion_attention(*x, n, y, scale=0.3), shapes)
+        for n, layout, shapes in (
+            (4, "BNSD", "a456 a436 a436"),
+            (8, "BNSD", "a856 a436 a436"),
+            (4, "BSND", "a546 a346 a346"),
+            (8, "BSND", "a582 a342 a342"),
+            (4, "BSH", "a58 a38 a38"),
+            (8, "BSH", "a5e a38 a38"),
+            (4, "SBH", "5a8 3a8 3a8"),
+        )
+    ]
+    + [
+        c(
+            lambda q, k, v, m: OPS.npu_fusion_attention(q, k, v, 4, "BNSD", atten_mask=m),
+            "a456 a436 a436 53",
+            "fffb",
+        )
+    ],
+    "npu_moe_token_unpermute": [
+        c(OPS.npu_moe_token_unpermute, "ab a", "fr"),
+        c(OPS.npu_moe_token_unpermute, "6b 6 23", "frp"),
     ],
 }
 # Ops that draw random numbers only in other calls, and names that torch calls by another.

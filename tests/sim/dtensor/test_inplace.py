@@ -72,7 +72,7 @@ def test_out_is_written_in_its_own_layout():
     same(positions, whole.sort(0).indices)
     with pytest.raises(LayoutError, match=r"must have the result's shape torch.Size\(\[5, 5\]\)"):
         torch.matmul(x, x.t(), out=laid(torch.zeros(1, 5).double(), mesh, Replicate()))
-    with pytest.raises(RuntimeError, match="Expected out tensor to have dtype torch.float64"):
+    with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
         torch.matmul(x, x.t(), out=laid(torch.zeros(5, 5).long(), mesh, Replicate()))
 
 
