@@ -21,7 +21,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 RANKS = 2
 # Not ops on a tensor's values: makers, samplers of a fixed generator, serialised or sparse forms.
 NOT_COMPARED = ("hash_tensor", "jiterator_", "sparse.", "to_sparse", "_segment_reduce", "masked.")
-# What they give is not determined: only shapes are compared.
+# What they give is not determined: only shapes are compared. So it is for random ops.
 ONLY_SHAPES = (
     "empty",
     "new_empty",
@@ -143,8 +143,13 @@ def _sample(op: Any, given: Any, name: str, in_place: bool) -> Sample | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plain = [t.detach().clone().requires_grad_(t.requires_grad) for t in sample.tensors]
+            torch.manual_seed(1)
+            again = sample.call([t.detach().clone() for t in sample.tensors])
             torch.manual_seed(0)
             sample.results = sample.call(plain)
+            sample.only_shapes |= any(
+                bool(compare(a, b)) for a, b in zip(again, sample.results, strict=True)
+            )
             outs = [r for r in sample.results if isinstance(r, torch.Tensor) and r.requires_grad]
             generator = torch.Generator().manual_seed(1)
             sample.seeds = [

@@ -81,17 +81,8 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
         return target
     if name == "__setitem__":
         return setitem.run(cls, target, *others)
-    if not is_pointwise(base) or _is_broadcast(target, operands):
+    if not is_pointwise(base) or not _runs_on_parts(cls, base, target, operands):
         return _by_way_of_result(cls, func, name, args, kwargs)
-    if target._layout.has_partial and not _allowed_on_pending(cls, base, target, operands):
-        raise RuleError(
-            describe(
-                where,
-                "the target must not be a pending reduction",
-                "Redistribute it to Replicate first",
-                layout=target._layout,
-            )
-        )
     if target._layout.mesh.get_coordinate() is None:
         return target
     is_copy = base == "copy"
@@ -104,9 +95,14 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     return target
 
 
-def _is_broadcast(target: Any, operands: Sequence[Any]) -> bool:
-    """Tell whether a DTensor has another shape than the target."""
-    return any(hasattr(o, "_layout") and o.ndim and o.shape != target.shape for o in operands)
+def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: Sequence[Any]) -> bool:
+    """Tell whether an element-wise op may run on the target's local part."""
+    if not isinstance(target, cls):
+        return False  # several results
+    is_broadcast = any(isinstance(o, cls) and o.ndim and o.shape != target.shape for o in operands)  # type: ignore[attr-defined]
+    return not is_broadcast and (
+        not target._layout.has_partial or _allowed_on_pending(cls, base, target, operands)
+    )
 
 
 def _by_way_of_result(
@@ -114,11 +110,13 @@ def _by_way_of_result(
 ) -> Any:
     """Run the op that is not in-place, and copy what it gives into the target."""
     target, others, named = _split_target(args, kwargs)
-    base = name.rstrip("_")
+    base = _OPERATORS.get(name, name.rstrip("_"))
     plain = func if kwargs.get("out") is not None else getattr(torch.Tensor, base, None)
     on_meta(func, args, kwargs)  # refuses what torch refuses, such as a wrong dtype
     if base == "copy":
         result: Any = others[0].expand(target.shape)
+    elif base == "fill":
+        result = torch.full_like(target, *others, **named)
     elif plain is None or base in _RESHAPING:
         raise RuleError(
             describe(
@@ -143,7 +141,13 @@ def _by_way_of_result(
                     shape=written.shape,
                 )
             )
-        run(cls, torch.Tensor.copy_, "copy_", (written, value.to(written.dtype)), {})
+        layout = written._layout
+        if layout.mesh.get_coordinate() is not None:
+            local, lies = (
+                getattr(value, "_local", value),
+                getattr(value, "_layout", layout.replicated),
+            )
+            written._local.copy_(move(local.detach(), lies, layout))
     return target
 
 
@@ -216,6 +220,8 @@ def _operand(cls: type[Any], where: str, target: Any, value: Any, is_copy: bool)
     layout: Layout = target._layout
     if isinstance(value, cls):
         own: Layout = value._layout  # type: ignore[attr-defined]
+        if own == layout:
+            return value._local  # type: ignore[attr-defined]
         _refuse_other_mesh(where, layout, own)
         if value.ndim == 0 or (layout.is_replicated and value.shape != target.shape):
             # Broadcast: every rank needs the whole of it.

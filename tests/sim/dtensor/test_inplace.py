@@ -279,7 +279,7 @@ def test_plain_targets_and_gradients_are_refused():
 
 
 @simulate(2)
-def test_pending_sum_takes_only_what_is_linear():
+def test_a_pending_sum_takes_what_is_linear_as_it_is():
     mesh = line(2)
     x = laid(torch.ones(4), mesh, Partial())
     x.mul_(3).div_(torch.tensor(2.0)).neg_()
@@ -289,17 +289,34 @@ def test_pending_sum_takes_only_what_is_linear():
     same(x, torch.full((4,), -4.0))
     x.copy_(laid(torch.ones(4), mesh, Partial()))
     same(x, torch.ones(4))
-    for write in (
-        lambda: x.add_(1),
-        lambda: x.exp_(),
-        lambda: x.mul_(x),
-        lambda: x.add_(laid(torch.ones(4), mesh, Replicate())),
-        lambda: x.fill_(1),
-        lambda: x.copy_(torch.ones(4)),
-    ):
-        with pytest.raises(RuleError, match="the target must not be a pending reduction"):
-            write()
     same(x.zero_(), torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, y: x.add_(1),
+        lambda x, y: x.exp_(),
+        lambda x, y: x.mul_(x),
+        lambda x, y: x.add_(y),
+        lambda x, y: x.fill_(1),
+        lambda x, y: x.copy_(torch.ones(4)),
+        lambda x, y: x.clamp_(max=0.5),
+        lambda x, y: x.cumsum_(0),
+        lambda x, y: torch.nn.functional.relu_(x),
+        lambda x, y: x.__ipow__(2),
+    ],
+)
+@simulate(2)
+def test_other_writes_into_a_pending_sum_add_up_to_the_result(write):
+    mesh, whole, other = line(2), torch.tensor([-1.0, 2, 0, 3]), torch.ones(4)
+    part = 3 * whole if mesh.get_local_rank() else -2 * whole
+    x = DTensor.from_local(part, mesh, [Partial()])
+    same(x, whole)
+    write(x, laid(other, mesh, Replicate()))
+    write(whole, other)
+    same(x, whole)
+    assert x.placements == (Partial(),)
 
 
 @simulate(2)
