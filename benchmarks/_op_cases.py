@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["Case", "Sample", "cases_of", "compare", "contribution", "infos"]
+__all__ = ["Case", "Sample", "cases_of", "compare", "contribution", "differs", "infos"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 RANKS = 2
@@ -216,3 +216,24 @@ def compare(found: Any, expected: Any, *, only_shapes: bool = False) -> str | No
     except AssertionError as error:
         return str(error).splitlines()[0] + f" {found.flatten()[:4]} {expected.flatten()[:4]}"
     return None
+
+
+def differs(sample: Sample, results: list[Any], grads: list[Any]) -> str:
+    """Say how whole results and gradients differ from the plain ones."""
+    if len(results) != len(sample.results):
+        return f"{len(results)} results, not {len(sample.results)}"
+    for i, (found, expected) in enumerate(zip(results, sample.results, strict=True)):
+        note = compare(found, expected, only_shapes=sample.only_shapes)
+        if note:
+            return f"result {i}: {note}"
+    if len(grads) != len(sample.grads):
+        return f"{len(grads)} gradients, not {len(sample.grads)}"
+    for i, (found, expected) in enumerate(zip(grads, sample.grads, strict=True)):
+        if expected is None:  # torch knows that nothing reaches it; zeros say the same
+            is_nothing = found is None or not found.count_nonzero()
+            note = "" if is_nothing else "a gradient came where none should"
+        else:
+            note = compare(found, expected)
+        if note:
+            return f"gradient {i}: {note}"
+    return ""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _op_cases import RANKS, Case, cases_of, compare, contribution, infos
+from _op_cases import RANKS, Case, cases_of, contribution, differs, infos
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +36,7 @@ from hyper_parallel.errors import HyperParallelError, RuleError
 from hyper_parallel.runtime import current_rank
 
 KINDS = ("rule", "default", "refused", "wrong")
+THEIRS = ("torch exact", "torch refused", "torch wrong")
 
 
 @dataclass
@@ -80,7 +81,7 @@ def run_case(case: Case) -> tuple[str, str]:
         return "refused", str(error)
     except Exception as error:  # any other error is a finding
         return "wrong", f"{type(error).__name__}: {error}"
-    note = differs(sample, results, grads)
+    note = differs(sample, [_whole(r) for r in results], [_whole(g) for g in grads])
     if note:
         return "wrong", f"{kind}: {note}"
     if kind == "rule" and any(case.way):
@@ -89,27 +90,8 @@ def run_case(case: Case) -> tuple[str, str]:
     return kind, note
 
 
-def differs(sample: Any, results: list[Any], grads: list[Any]) -> str:
-    """Say how results and gradients differ from the plain ones."""
-    whole = [r.full_tensor() if isinstance(r, DTensor) else r for r in results]
-    if len(whole) != len(sample.results):
-        return f"{len(whole)} results, not {len(sample.results)}"
-    for i, (found, expected) in enumerate(zip(whole, sample.results, strict=True)):
-        note = compare(found, expected, only_shapes=sample.only_shapes)
-        if note:
-            return f"result {i}: {note}"
-    if len(grads) != len(sample.grads):
-        return f"{len(grads)} gradients, not {len(sample.grads)}"
-    for i, (found, expected) in enumerate(zip(grads, sample.grads, strict=True)):
-        gathered = found.full_tensor() if isinstance(found, DTensor) else found
-        if expected is None:  # torch knows that nothing reaches it; zeros say the same
-            is_nothing = gathered is None or not gathered.count_nonzero()
-            note = "" if is_nothing else "a gradient came where none should"
-        else:
-            note = compare(gathered, expected)
-        if note:
-            return f"gradient {i}: {note}"
-    return ""
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def judge(case: Case) -> tuple[str, str]:
@@ -123,7 +105,9 @@ def judge(case: Case) -> tuple[str, str]:
     return outcomes[0]  # type: ignore[return-value]
 
 
-def run_op(info: Any, num_samples: int, num_ways: int, in_place: bool) -> Row:
+def run_op(
+    info: Any, num_samples: int, num_ways: int, *, in_place: bool = False, with_torch: bool = False
+) -> Row:
     """Run the cases of one op."""
     name = info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
     row = Row(name + ("_" if in_place else ""))
@@ -133,9 +117,16 @@ def run_op(info: Any, num_samples: int, num_ways: int, in_place: bool) -> Row:
             kind, note = judge(case)
             row.counts[kind.partition(" ")[0]] += 1
             row.counts["cut"] += kind == "rule cut"
+            shapes = [tuple(t.shape) for t in case.sample.tensors]
             if kind in ("wrong", "refused", "default"):
-                shapes = [tuple(t.shape) for t in case.sample.tensors]
                 row.notes.append(f"{kind} {case.way} {shapes}: {note}")
+            if with_torch:
+                from _torch_dtensor import judge as judge_torch
+
+                theirs, note = judge_torch(case)
+                row.counts[f"torch {theirs}"] += 1
+                if theirs != "exact":
+                    row.notes.append(f"torch {theirs} {case.way} {shapes}: {note}"[:300])
     return row
 
 
@@ -145,6 +136,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4, help="samples of each op (4)")
     parser.add_argument("--ways", type=int, default=8, help="layouts of each sample (8)")
     parser.add_argument("--in-place", action="store_true", help="the in-place form of the ops")
+    parser.add_argument("--torch", action="store_true", help="torch's DTensor on the same cases")
     parser.add_argument("--notes", type=int, default=1, help="notes printed of each op (1)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser.parse_args()
@@ -156,7 +148,13 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for info in infos(options.ops):
-        row = run_op(info, options.samples, options.ways, options.in_place)
+        row = run_op(
+            info,
+            options.samples,
+            options.ways,
+            in_place=options.in_place,
+            with_torch=options.torch,
+        )
         if sum(row.counts.values()):
             rows.append(row)
     report(rows, options)
@@ -165,9 +163,10 @@ def main() -> None:
 def report(rows: list[Row], options: argparse.Namespace) -> None:
     """Print the table, notes, and sums."""
     console = Console(width=None if Console().is_terminal else 150)
-    table = Table("op", *KINDS, "cut")
+    columns = [*KINDS, "cut", *(THEIRS if options.torch else ())]
+    table = Table("op", *columns)
     for row in rows:
-        table.add_row(row.name, *(str(row.counts[kind] or "") for kind in (*KINDS, "cut")))
+        table.add_row(row.name, *(str(row.counts[column] or "") for column in columns))
     console.print(table)
     for row in rows:
         for note in sorted(row.notes, key=lambda text: not text.startswith("wrong"))[
@@ -175,8 +174,12 @@ def report(rows: list[Row], options: argparse.Namespace) -> None:
         ]:
             console.print(f"{row.name}: {note}"[:400], markup=False, highlight=False)
     total = sum((row.counts for row in rows), Counter[str]())
-    ops = Counter(next(k for k in reversed(KINDS) if row.counts[k]) for row in rows)
-    console.print(f"cases: {dict(total)}; ops by their worst case: {dict(ops)}")
+    console.print("cases:", ", ".join(f"{total[column]} {column}" for column in columns))
+    for kinds in (KINDS, THEIRS) if options.torch else (KINDS,):
+        worst = Counter(next((k for k in reversed(kinds) if row.counts[k]), "") for row in rows)
+        console.print("ops by their worst case:", ", ".join(f"{worst[k]} {k}" for k in kinds))
+    defaulted = [row.name for row in rows if row.counts["default"]]
+    console.print(f"gathered, some or all of their cases: {' '.join(defaulted)}", highlight=False)
     if options.json:
         with open(options.json, "w") as file:
             json.dump([{"op": r.name, **r.counts, "notes": r.notes} for r in rows], file, indent=1)

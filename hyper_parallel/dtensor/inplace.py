@@ -116,7 +116,7 @@ def _by_way_of_result(
     if base == "copy":
         result: Any = others[0].expand(target.shape)
     elif base == "fill":
-        result = torch.full_like(target, *others, **named)
+        result = torch.fill(target, *others, **named)
     elif plain is None or base in _RESHAPING:
         raise RuleError(
             describe(

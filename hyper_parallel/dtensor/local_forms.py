@@ -198,7 +198,7 @@ def _getitem(local: Local, func: Any, given: dict[str, Any]) -> Any:
             entries[by_dim[at.dim]] = shifted
             behind = [e for e in entries[by_dim[at.dim] + 1 :] if not isinstance(e, int)]
             extra = len(behind) + x.ndim - len(by_dim)
-            elsewhere = elsewhere.reshape(*elsewhere.shape, *[1] * extra)
+            elsewhere = elsewhere.reshape((*elsewhere.shape, *[1] * extra))
         else:
             position = entry % at.size - at.start
             is_here = 0 <= position < x.shape[at.dim]

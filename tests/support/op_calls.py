@@ -725,6 +725,7 @@ CALLS |= {
         c(lambda x, i, j: x[i, :, j], "abc d 1", "fii"),
         c(lambda x, i: x[0, i], "ab d", "fi"),
         c(lambda x, i: x[i], "ab .", "fi"),
+        c(lambda x, i: x[i], "b .", "fi"),
         c(lambda x, i: x[i], "ab d", "fj"),
         c(lambda x: x[:, [0, 2, 2]], "ab"),
         c(lambda x: x[[0, 1], :, [0, 2]], "abc"),

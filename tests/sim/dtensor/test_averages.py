@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages count globally: over uneven shards, weights and ignored targets they are the dense ones."""
+"""Averages count globally: uneven shards, weights and ignored targets give the dense values."""
 
 from __future__ import annotations
 
@@ -66,13 +66,22 @@ def test_a_statistic_over_uneven_shards_is_that_of_the_whole(name):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for rows, layout in itertools.product(
             (7, 6, 1),
-            ((Shard(0), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(0)), (Shard(0), Partial())),
+            (
+                (Shard(0), Replicate()),
+                (Shard(0), Shard(0)),
+                (Shard(1), Shard(0)),
+                (Shard(0), Partial()),
+            ),
         ):
             whole = seeded(rows, 5).requires_grad_()
             x = laid(whole, mesh, *layout, requires_grad=True)
             with strict_rules():
                 ours, dense = STATISTICS[name](x), STATISTICS[name](whole)
-            pairs = [(ours, dense)] if isinstance(dense, torch.Tensor) else zip(ours, dense, strict=True)
+            pairs = (
+                [(ours, dense)]
+                if isinstance(dense, torch.Tensor)
+                else zip(ours, dense, strict=True)
+            )
             total, wanted = 0, 0
             for got, expected in pairs:
                 same(got, expected)
@@ -131,7 +140,9 @@ def test_cross_entropy_means_over_all_targets(options, shape):
         whole = seeded(*shape).requires_grad_()
         target = (seeded(shape[0], *shape[2:], seed=1).abs() * 100).long() % 4
         weight = torch.tensor([0.1, 1, 2, 5.0]).double()
-        dense = F.cross_entropy(whole, target, **{**options, **({"weight": weight} if "weight" in options else {})})
+        dense = F.cross_entropy(
+            whole, target, **{**options, **({"weight": weight} if "weight" in options else {})}
+        )
         dense.backward()
         for at, placement in itertools.product(
             [Replicate(), *(Shard(d) for d in range(whole.ndim))], (Replicate(), Shard(0))
