@@ -157,7 +157,7 @@ def _constant(cls: type[Any], tensor: Any, val: float) -> Any:
 
 # Calls that are another call, which has a rule.
 _SAID_OTHERWISE: dict[str, Callable[..., Any]] = {
-    "mT": lambda x: x.transpose(-2, -1),
+    "dim": lambda x: x.ndim,  # Tensor.ndimension
     "view_as": lambda x, other: x.view(other.shape),
     "reshape_as": lambda x, other: x.reshape(other.shape),
     "expand_as": lambda x, other: x.expand(other.shape),

@@ -137,7 +137,7 @@ class _LocalOp(torch.autograd.Function):
         if not keep:
             ctx.inner = None
         result = [
-            _hand_on(ctx, i, next(found)) if leaf.requires_grad else None
+            _hand_on(ctx, i, _settled(ctx, leaf, next(found))) if leaf.requires_grad else None
             for i, leaf in enumerate(leaves)
         ]
         return None, None, *result
@@ -165,6 +165,11 @@ def _cotangents(
         divisor = ctx.spec.divisors[position] if ctx.spec.divisors else 1
         pairs.append((out, local / divisor if divisor > 1 else local))
     return pairs
+
+
+def _settled(ctx: Any, leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Give zeros where only ranks with elements may have a gradient: moves need every rank."""
+    return torch.zeros_like(leaf) if grad is None and ctx.spec.has_empty else grad
 
 
 def _hand_on(ctx: Any, i: int, grad: torch.Tensor | None) -> Any:
