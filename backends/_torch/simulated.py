@@ -45,7 +45,7 @@ class SimulatedBackend:
     def __init__(self, world_size: int, device_type: str = "cpu") -> None:
         self.name = "simulated"
         self.device_type = device_type
-        self.capabilities = Capabilities(uneven_gather=True, native_avg=True)
+        self.capabilities = Capabilities(uneven_gather=True, native_avg=True, checks_calls=True)
         self.ops = TorchOps()
         self._world_size = world_size
         self._serials = itertools.count(1)

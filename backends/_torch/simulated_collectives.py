@@ -24,7 +24,7 @@ from hyper_parallel.backends._torch.refusals import (
 )
 from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.baton import Baton
-from hyper_parallel.runtime.calls import Call
+from hyper_parallel.runtime.calls import Call, check_parts
 from hyper_parallel.runtime.refusals import cannot_reduce
 
 __all__ = ["SimulatedCommunicator", "SimulatedGroup", "SimulatedWork"]
@@ -142,7 +142,7 @@ class SimulatedCommunicator:
         self._check_sizes("all_to_all_v", recv_sizes, None, recv_sizes)
 
         def combine(brought: list[Any]) -> list[Tensor]:
-            _check_matrix(self.ranks, brought)
+            check_parts(self.ranks, [one[1] for one in brought], [one[2] for one in brought])
             parts = [part.split(list(send)) for part, send, _ in brought]
             return [torch.cat([row[i] for row in parts]) for i in range(len(parts))]
 
@@ -249,20 +249,6 @@ def _gather(xs: list[Tensor]) -> list[Tensor]:
 def _check_rows(name: str, x: Tensor) -> None:
     if x.ndim == 0:
         raise wrong_rows(name, x, 0)
-
-
-def _check_matrix(ranks: tuple[int, ...], brought: list[Any]) -> None:
-    """Refuse a rank that expects another size than is sent to it."""
-    for i, (_, send, _) in enumerate(brought):
-        for j, (_, _, recv) in enumerate(brought):
-            if send[j] != recv[i]:
-                _refuse(
-                    "all_to_all_v",
-                    f"rank {ranks[j]} must expect from rank {ranks[i]} what that rank sends",
-                    "Compute both sizes from the same layout",
-                    sent=send[j],
-                    expected=recv[i],
-                )
 
 
 def _check_pieces(given: list[Sequence[Tensor] | None], src: int, out: Tensor) -> None:

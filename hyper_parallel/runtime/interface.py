@@ -30,11 +30,14 @@ class Capabilities:
         uneven_gather: all_gather_v and reduce_scatter_v exist; else callers pad.
         native_avg: all_reduce and reduce_scatter take "avg"; else callers sum and divide.
         all_ranks: this process is every rank of its meshes at once; `rank` says that it has none.
+        checks_calls: unlike calls of a group's ranks are refused on all of them, always; else only
+            in checked mode.
     """
 
     uneven_gather: bool = False
     native_avg: bool = False
     all_ranks: bool = False
+    checks_calls: bool = False
 
 
 class Work(Protocol):

@@ -10,18 +10,29 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_host_overhead_runs_all_variants(tmp_path):
-    out = tmp_path / "figures.json"
-    script = ROOT / "benchmarks" / "host_overhead.py"
-    run = subprocess.run(
-        [sys.executable, str(script), "--quick", "--only", "mlp", "--json", str(out)],
+def run(name, *flags, launcher=()):
+    """Run a benchmark; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "benchmarks" / name), *flags],
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_checked_mode_runs_all_cases():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    out = run("checked_mode.py", "--repeats", "1", "--calls", "1", launcher=launcher)
+    assert out.count("ratio of minima") == 3
+
+
+def test_host_overhead_runs_all_variants(tmp_path):
+    out = tmp_path / "figures.json"
+    run("host_overhead.py", "--quick", "--only", "mlp", "--json", str(out))
     figures = json.loads(out.read_text())
     text = json.dumps(figures)
     for variant in ("local", "hand (f per linear)", "torch TP", "hyper_parallel"):
