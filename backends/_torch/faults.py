@@ -165,7 +165,7 @@ class Faults:
 
 
 def _await(store: Any, keys: list[str]) -> None:
-    """Wait until all keys are there, or the grace is over; the store's own wait would warn aloud."""
+    """Wait until all keys are there, or the grace is over (the store's own wait warns)."""
     until = time.monotonic() + GRACE_S
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(0.02)
