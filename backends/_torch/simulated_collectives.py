@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS
 from hyper_parallel.backends._torch.refusals import (
     wrong_pieces,
     wrong_rows,
@@ -27,7 +28,7 @@ from hyper_parallel.runtime.baton import Baton
 from hyper_parallel.runtime.calls import Call, check_parts
 from hyper_parallel.runtime.refusals import cannot_reduce
 
-__all__ = ["SimulatedCommunicator", "SimulatedGroup", "SimulatedWork"]
+__all__ = ["REDUCED", "SimulatedCommunicator", "SimulatedGroup", "SimulatedWork", "reduces"]
 
 Tensor = torch.Tensor
 Combine = Callable[[list[Any]], list[Any]]
@@ -39,6 +40,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": torch.minimum,
     "product": torch.mul,
 }
+
+
+# What torch adds, on every device.
+REDUCED = (*FLOATS, *INTS, torch.int16, *COMPLEX, torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +214,7 @@ class SimulatedCommunicator:
 
     def _check_op(self, name: str, x: Tensor, op: str) -> None:
         """Refuse an op that does not exist or that the dtype does not have."""
-        known = op in _REDUCTIONS
-        averages = op != "avg" or x.is_floating_point() or x.is_complex()
-        ordered = op not in ("max", "min") or not x.is_complex()
-        if not (known and averages and ordered):
+        if not reduces(op, x.dtype):
             raise cannot_reduce(name, x.dtype, op, self._device_type, is_complex=x.is_complex())
 
     def _check_sizes(
@@ -232,6 +234,13 @@ class SimulatedCommunicator:
     def _check_src(self, name: str, src: int) -> None:
         if not 0 <= src < self.size:
             _refuse(name, f"src must be an index into the group {self.ranks}", "Pass one", src=src)
+
+
+def reduces(op: str, dtype: torch.dtype) -> bool:
+    """Say whether an op exists, and for this dtype."""
+    averages = op != "avg" or dtype.is_floating_point or dtype.is_complex
+    ordered = op not in ("max", "min") or not dtype.is_complex
+    return op in _REDUCTIONS and dtype in REDUCED and averages and ordered
 
 
 def _reduce(xs: list[Tensor], op: str) -> Tensor:

@@ -19,12 +19,12 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     device_type = "cuda"
     library = "nccl"
-    capabilities = Capabilities(uneven_gather=True, native_avg=True)
     dtypes = DtypeSupport(
         moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
         reduces=(*FLOATS, *INTS, torch.bool),
         widens={torch.int16: torch.int32},
     )
+    capabilities = Capabilities(uneven_gather=True, native_avg=True, **dtypes.answers())
 
     def _missing(self) -> str | None:
         if not torch.backends.cuda.is_built():

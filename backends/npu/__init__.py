@@ -25,7 +25,6 @@ class NpuBackend(TorchBackend):
     name = "npu"
     device_type = "npu"
     library = "hccl"
-    capabilities = Capabilities()
     dtypes = DtypeSupport(
         moves=(*FLOATS, *INTS, torch.int16, *UNSIGNED, *COMPLEX, torch.bool),
         reduces=(
@@ -35,6 +34,7 @@ class NpuBackend(TorchBackend):
         widens={torch.bool: torch.int32, torch.uint8: torch.int32},
         widens_product={torch.int16: torch.int32, torch.bfloat16: torch.float32},
     )
+    capabilities = Capabilities(**dtypes.answers())
 
     def _missing(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:

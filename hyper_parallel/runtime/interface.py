@@ -32,12 +32,19 @@ class Capabilities:
         all_ranks: this process is every rank of its meshes at once; `rank` says that it has none.
         checks_calls: unlike calls of a group's ranks are refused on all of them, always; else only
             in checked mode.
+        reduces: (op, dtype) that are reduced as they are, dtypes by name; None: all there are.
+        widens: (op, dtype) that are reduced as another dtype, which takes copies. What is in
+            neither set is refused.
+        moves: dtypes that are moved as they are; others travel as bytes. None: all.
     """
 
     uneven_gather: bool = False
     native_avg: bool = False
     all_ranks: bool = False
     checks_calls: bool = False
+    reduces: frozenset[tuple[str, str]] | None = None
+    widens: frozenset[tuple[str, str]] = frozenset()
+    moves: frozenset[str] | None = None
 
 
 class Work(Protocol):
