@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 import torch.distributed as dist
 
@@ -25,6 +27,10 @@ class CudaBackend(TorchBackend):
         widens={torch.int16: torch.int32},
     )
     capabilities = Capabilities(uneven_gather=True, native_avg=True, **dtypes.answers())
+
+    def _libraries(self) -> dict[str, str]:
+        nccl = importlib.import_module("torch.cuda.nccl").version()
+        return {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}
 
     def _missing(self) -> str | None:
         if not torch.backends.cuda.is_built():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from hyper_parallel.backends._torch.simulated_collectives import (
     SimulatedCommunicator,
     SimulatedWork,
 )
-from hyper_parallel.conformance import FAIL, PASS, REFUSED, all_checks, run_conformance
+from hyper_parallel.cli import main
+from hyper_parallel.conformance import FAIL, PASS, REFUSED, all_checks, run_conformance, suite
 from hyper_parallel.conformance.worlds import run_on_ranks
 
 
@@ -181,6 +183,20 @@ def test_rows_count_what_came_out():
     by_group = {row[0]: row[1:] for row in rows}
     assert by_group["broadcast"] == ("13", "", "", "", "")
     assert sum(int(cell or 0) for cell in by_group["all_reduce"]) == 65
+
+
+def test_the_command_line_runs_the_suite(monkeypatch, capsys):
+    chosen = [check for check in all_checks() if check.group in ("exchange", "broadcast")]
+    monkeypatch.setattr(suite, "all_checks", lambda: chosen)
+    arguments = ["doctor", "--no-bandwidth", "--conformance", "--world", "simulated", "--ranks=3"]
+    assert main(arguments) == 0
+    assert "cpu, 3 ranks, simulated" in capsys.readouterr().out
+    monkeypatch.setattr(simulated, "SimulatedCommunicator", FirstOnly)
+    assert main(arguments) == 1
+    assert "FAILED broadcast[float64]: AssertionError: " in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["conformance"]
+    assert {one["status"] for one in found["results"]} == {PASS, FAIL}
 
 
 def test_a_check_that_does_not_exist_is_refused():
