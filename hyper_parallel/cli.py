@@ -84,10 +84,12 @@ def _failed(result: dict[str, Any]) -> bool:
     return result["status"] == "fail"
 
 
-def _bandwidth(name: str) -> dict[str, Any]:
+def _bandwidth(name: str) -> dict[str, Any] | None:
     """Measure in the world of torchrun, or in one of this process alone."""
     bandwidth: Any = importlib.import_module("hyper_parallel.tools.bandwidth")
     runtime: Any = importlib.import_module("hyper_parallel.runtime")
+    if runtime.backend_for(name).capabilities.all_ranks:
+        return None  # one process is all ranks: nothing is sent
     with environment(**({} if "RANK" in os.environ else _alone())):
         ranks = int(os.environ["WORLD_SIZE"])
         mesh = runtime.init_device_mesh(name, (ranks,), check=False)
@@ -124,7 +126,7 @@ def _show(found: dict[str, Any], failures: list[dict[str, Any]]) -> None:
     if found["environment"]:
         show_table("Environment", [("variable", "value"), *found["environment"].items()])
     show_table("Backends", [("backend", "state", "devices", "what to do"), *_backends(found)])
-    if "bandwidth" in found:
+    if found.get("bandwidth"):
         show_table(*_speeds(found["bandwidth"]))
     if "conformance" in found:
         show_table("Conformance (numbers of checks)", found["conformance"]["rows"])

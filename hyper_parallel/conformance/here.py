@@ -46,7 +46,8 @@ class Here:
         self.backend = self.mesh.backend
         self.capabilities = self.backend.capabilities
         self.arrays = arrays or arrays_of(self.backend, self.mesh)
-        self.comm: Communicator = self.mesh.communicator(0)
+        if not self.capabilities.all_ranks:
+            self.comm: Communicator = self.mesh.communicator(0)
         # Two axes, so that groups are parts of the world where it is big enough.
         columns = 2 if world_size % 2 == 0 else 1
         ranks = np.arange(world_size)[::-1].reshape(-1, columns)
@@ -126,12 +127,14 @@ class Check:
         run: does it, on every rank; raises AssertionError where the result is wrong.
         expects: reads off the capabilities what must come out: PASS, EMULATED or REFUSED, or a
             text that says why the check does not apply.
+        needs_rank: whether it needs a rank of its own, which a backend may not have.
     """
 
     group: str
     case: str
     run: Callable[[Here], None]
     expects: Callable[[Here], str] = lambda here: PASS
+    needs_rank: bool = True
 
     @property
     def id(self) -> str:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here, Numbers
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard, StridedShard, plan
+from hyper_parallel.core.mesh import nest_ranks
 from hyper_parallel.runtime import DeviceMesh, execute
 
 __all__ = ["held_by", "move_checks"]
@@ -34,11 +35,13 @@ def move_checks() -> Iterator[Check]:
     """List the checks."""
     for src, dst in itertools.product(_ONE, _ONE):
         run = partial(_redistribute, (src,), (dst,))
-        yield Check("redistribute", f"{src} -> {dst}", run, partial(_how, (src, dst)))
+        how = partial(_how, (src, dst))
+        yield Check("redistribute", f"{src} -> {dst}", run, how, needs_rank=False)
     for srcs, dsts in _TWO:
         name = f"{', '.join(map(str, srcs))} -> {', '.join(map(str, dsts))}"
         run = partial(_redistribute, srcs, dsts)
-        yield Check("redistribute, 2 axes", name, run, partial(_how, (*srcs, *dsts)))
+        how = partial(_how, (*srcs, *dsts))
+        yield Check("redistribute, 2 axes", name, run, how, needs_rank=False)
 
 
 def _how(placements: Sequence[Placement], here: Here) -> str:
@@ -83,7 +86,26 @@ def _redistribute(srcs: tuple[Placement, ...], dsts: tuple[Placement, ...], here
     for shape in ((2 * n, 4), (2 * n + 2, 3), (2, 2), (0, 3)):
         src, dst = Layout(mesh, srcs, shape), Layout(mesh, dsts, shape)
         whole = 1 + here.data(n, shape, "float64")
-        _move(here, mesh, src, dst, whole)
+        move = _move_all if here.capabilities.all_ranks else _move
+        move(here, mesh, src, dst, whole)
+
+
+def _move_all(here: Here, mesh: DeviceMesh, src: Layout, dst: Layout, whole: Numbers) -> None:
+    """The same where one process holds the arrays of all ranks."""
+    dtype, backend = here.best_dtype, cast(Any, here.backend)
+
+    def made(rank: int) -> Any:
+        return here.arrays.make(held_by(whole, src, rank), dtype)
+
+    given = nest_ranks([made(rank) for rank in mesh.ranks], mesh.shape)
+    got = backend.redistribute(given, src, dst)
+    if dst.has_partial:
+        got, dst = backend.redistribute(got, dst, dst.replicated), dst.replicated
+    for rank in mesh.ranks:
+        mine = got
+        for index in mesh.coordinate(rank) or ():
+            mine = mine[index]
+        here.same(mine, held_by(whole, dst, rank), dtype, f"{src} -> {dst}", rtol=1e-6)
 
 
 def _move(here: Here, mesh: DeviceMesh, src: Layout, dst: Layout, whole: Numbers) -> None:

@@ -13,6 +13,7 @@ from hyper_parallel.conformance.report import Report, Result
 from hyper_parallel.conformance.training import training_checks
 from hyper_parallel.conformance.worlds import Tell, in_a_world, run_on_ranks
 from hyper_parallel.errors import HyperParallelError, describe, near_names
+from hyper_parallel.runtime import backend_for
 
 __all__ = ["all_checks", "run_conformance"]
 
@@ -37,7 +38,7 @@ def run_conformance(
         backend: the device type, built in or an entry point of "hyper_parallel.backends".
         world: "here": this process is a rank, started by torchrun or the like, and so do all others
             call this; "processes": start them on this machine; "simulated": threads. Default:
-            "here" under torchrun, else "processes".
+            "here" under torchrun and where one process is all ranks, else "processes".
         ranks: how many; default 2, and "here" those that were started.
         only: ids or groups of the checks to run; default all.
 
@@ -60,6 +61,8 @@ def run_conformance(
         ('broadcast', '13', '', '', '', '')
         ('exchange', '2', '', '', '', '')
     """
+    if backend_for(backend).capabilities.all_ranks:
+        world = "here"
     world = world or ("here" if in_a_world() else "processes")
     size = int(os.environ["WORLD_SIZE"]) if world == "here" and in_a_world() else ranks or _RANKS
     ids = [check.id for check in _chosen(only)]
@@ -97,6 +100,8 @@ def _run(device_type: str, world_size: int, ids: list[str], tell: Tell) -> list[
         result = _run_one(checks[name], here)
         results.append(result)
         bad = result.status == FAIL
+        if here.capabilities.all_ranks:
+            continue
         try:
             others = here.comm.all_gather_ints([number, int(bad)])
         except HyperParallelError as error:
@@ -112,6 +117,8 @@ def _run_one(check: Check, here: Here) -> Result:
     def result(status: str, detail: str = "") -> Result:
         return Result(check.group, check.case, status, detail)
 
+    if check.needs_rank and here.capabilities.all_ranks:
+        return result("", "one process is all ranks: there are no collectives")
     expected = check.expects(here)
     if expected not in (PASS, EMULATED, REFUSED):
         return result("", expected)

@@ -56,6 +56,19 @@ def test_the_doctor_prints_plain_text_without_rich():
     assert done.stdout.endswith("PROBLEM backend 'cpu' cannot be used here\n")
 
 
+def test_the_numpy_backend_conforms_without_torch():
+    arguments = ("doctor", "--backend", "numpy", "--conformance", "--ranks", "4", "--json")
+    done = run(*arguments, without=("torch", "torch_npu"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    results = found["conformance"]["results"]
+    assert {one["status"] for one in results if one["group"].startswith("redist")} == {"pass"}
+    assert {one["detail"] for one in results if not one["status"]} == {
+        "one process is all ranks: there are no collectives"
+    }
+    assert found["bandwidth"] is None
+
+
 def test_every_backend_that_cannot_be_loaded_says_why_and_what_to_do(monkeypatch, tmp_path):
     (tmp_path / "broken_one.py").write_text("raise KeyError('no driver')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -15,6 +15,7 @@ from hyper_parallel.backends._torch.simulated_collectives import (
     SimulatedCommunicator,
     SimulatedWork,
 )
+from hyper_parallel.backends.numpy import NumpyBackend
 from hyper_parallel.cli import main
 from hyper_parallel.conformance import FAIL, PASS, REFUSED, all_checks, run_conformance, suite
 from hyper_parallel.conformance.worlds import run_on_ranks
@@ -137,6 +138,17 @@ def test_a_wrong_communicator_fails_where_it_is_wrong(monkeypatch, kind):
     monkeypatch.setattr(simulated, "SimulatedCommunicator", kind)
     failures = run(*WRONG[kind], ranks=4).failures
     assert {one.group for one in failures} == {name.partition("[")[0] for name in WRONG[kind]}
+
+
+def test_a_wrong_move_of_all_ranks_fails(monkeypatch):
+    def unmoved(local_arrays, src, dst):
+        return moved(local_arrays, src, dst if dst.is_replicated else src)
+
+    moved = NumpyBackend.redistribute
+    monkeypatch.setattr(NumpyBackend, "redistribute", staticmethod(unmoved))
+    failures = run_conformance("numpy", ranks=3).failures
+    assert {"S(0) -> S(1)", "R -> S(0)"} <= {one.case for one in failures}
+    assert not {"S(0) -> R", "P(sum) -> R"} & {one.case for one in failures}
 
 
 def test_what_is_not_refused_fails(monkeypatch):
