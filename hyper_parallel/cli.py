@@ -42,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what is installed, which backends can be used here, why others cannot,"
         " and how fast collectives are among the ranks that run this (start with torchrun).",
     )
-    doctor.add_argument("--backend", help="device type to use (the first accelerator, else cpu)")
+    doctor.add_argument(
+        "--backend", action="append", help="device type; again for more (an accelerator, else cpu)"
+    )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.add_argument("--no-bandwidth", action="store_true", help="measure nothing")
     doctor.add_argument(
@@ -58,38 +60,36 @@ def _doctor(options: argparse.Namespace) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     found = examine()
     problems: list[str] = list(found["warnings"])
-    name = options.backend or usual_backend(found["backends"])
+    names = options.backend or [usual_backend(found["backends"])]
+    reports: list[Any] = []
     with without_autoload():
-        usable = {one["name"]: one["available"] for one in found["backends"]}
-        if not usable.get(name, False):
-            if options.backend:
-                problems.append(f"backend {name!r} cannot be used here")
-        else:
-            try:
-                if not options.no_bandwidth:
-                    found["bandwidth"] = _bandwidth(name)
-                if options.conformance:
-                    found["conformance"] = _conformance(name, options)
-            except HyperParallelError as error:
-                problems.append(str(error))
+        usable = {one["name"] for one in found["backends"] if one["available"]}
+        lacking = [name for name in options.backend or () if name not in usable]
+        problems += [f"backend {name!r} cannot be used here" for name in lacking]
+        try:
+            if not options.no_bandwidth:
+                found["bandwidth"] = [_bandwidth(name) for name in names if name in usable]
+            if options.conformance:
+                reports = [_conformance(name, options) for name in names if name in usable]
+                found["conformance"] = [report.as_dict() for report in reports]
+        except HyperParallelError as error:
+            problems.append(str(error))
     _end_world()
-    failures = [one for one in found.get("conformance", {}).get("results", ()) if _failed(one)]
+    for report in reports:
+        for one in report.failures:
+            problems.append(f"{report.title}: {one.group}[{one.case}] failed: {one.detail}")
     found["problems"] = problems
     if is_first:
-        print(json.dumps(found, indent=2)) if options.json else _show(found, failures)
-    return int(bool(problems or failures))
+        print(json.dumps(found, indent=2)) if options.json else _show(found, reports)
+    return int(bool(problems))
 
 
-def _failed(result: dict[str, Any]) -> bool:
-    return result["status"] == "fail"
-
-
-def _bandwidth(name: str) -> dict[str, Any] | None:
+def _bandwidth(name: str) -> dict[str, Any]:
     """Measure in the world of torchrun, or in one of this process alone."""
     bandwidth: Any = importlib.import_module("hyper_parallel.tools.bandwidth")
     runtime: Any = importlib.import_module("hyper_parallel.runtime")
     if runtime.backend_for(name).capabilities.all_ranks:
-        return None  # one process is all ranks: nothing is sent
+        return {"backend": name, "ranks": None, "rows": []}  # nothing is sent
     with environment(**({} if "RANK" in os.environ else _alone())):
         ranks = int(os.environ["WORLD_SIZE"])
         mesh = runtime.init_device_mesh(name, (ranks,), check=False)
@@ -106,10 +106,9 @@ def _alone() -> dict[str, str]:
     return {**here, "MASTER_PORT": str(port)}
 
 
-def _conformance(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _conformance(name: str, options: argparse.Namespace) -> Any:
     suite: Any = importlib.import_module("hyper_parallel.conformance")
-    report = suite.run_conformance(name, world=options.world, ranks=options.ranks)
-    return {**report.as_dict(), "rows": report.rows()}
+    return suite.run_conformance(name, world=options.world, ranks=options.ranks)
 
 
 def _end_world() -> None:
@@ -119,19 +118,19 @@ def _end_world() -> None:
         dist.destroy_process_group()
 
 
-def _show(found: dict[str, Any], failures: list[dict[str, Any]]) -> None:
+def _show(found: dict[str, Any], reports: list[Any]) -> None:
     print(f"Python {found['python']}, {found['platform']}")
     packages = [(name, version or "not installed") for name, version in found["packages"].items()]
     show_table("Packages", [("package", "version"), *packages])
     if found["environment"]:
         show_table("Environment", [("variable", "value"), *found["environment"].items()])
     show_table("Backends", [("backend", "state", "devices", "what to do"), *_backends(found)])
-    if found.get("bandwidth"):
-        show_table(*_speeds(found["bandwidth"]))
-    if "conformance" in found:
-        show_table("Conformance (numbers of checks)", found["conformance"]["rows"])
-    for one in failures:
-        print(f"FAILED {one['group']}[{one['case']}]: {one['detail']}")
+    for bandwidth in found.get("bandwidth", ()):
+        if bandwidth["rows"]:
+            show_table(*_speeds(bandwidth))
+    if reports:
+        suite: Any = importlib.import_module("hyper_parallel.conformance")
+        show_table("Conformance (numbers of checks)", suite.table(reports))
     for problem in found["problems"]:
         print(f"PROBLEM {problem}")
 

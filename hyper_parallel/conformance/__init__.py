@@ -7,7 +7,7 @@ other outcome is a failure.
 """
 
 from hyper_parallel.conformance.here import EMULATED, FAIL, PASS, REFUSED, Check, Here
-from hyper_parallel.conformance.report import Report, Result
+from hyper_parallel.conformance.report import Report, Result, table
 from hyper_parallel.conformance.suite import all_checks, run_conformance
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "Result",
     "all_checks",
     "run_conformance",
+    "table",
 ]

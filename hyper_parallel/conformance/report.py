@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hyper_parallel.conformance.here import EMULATED, FAIL, PASS, REFUSED
 
-__all__ = ["Report", "Result"]
+__all__ = ["Report", "Result", "table"]
 
 STATUSES = (PASS, EMULATED, REFUSED, FAIL)
 
@@ -52,18 +53,34 @@ class Report:
         """The checks that failed."""
         return tuple(result for result in self.results if result.status == FAIL)
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Give the table: a heading, then per group the number of checks of each status."""
-        counts: dict[str, Counter[str]] = {}
+    @property
+    def title(self) -> str:
+        """What was run where."""
+        return f"{self.backend}, {self.ranks} ranks, {self.world}"
+
+    def counts(self) -> dict[str, str]:
+        """Say for each group how many of its checks had which status."""
+        found: dict[str, Counter[str]] = {}
         for result in self.results:
-            counts.setdefault(result.group, Counter())[result.status] += 1
-        heading = (f"{self.backend}, {self.ranks} ranks, {self.world}", *STATUSES, "-")
-        rows = [
-            (group, *(str(found[status] or "") for status in (*STATUSES, "")))
-            for group, found in counts.items()
-        ]
-        return [heading, *rows]
+            found.setdefault(result.group, Counter())[result.status] += 1
+        said = {group: [f"{n[s]} {s}" for s in STATUSES if n[s]] for group, n in found.items()}
+        return {group: ", ".join(words) or "-" for group, words in said.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Give everything as plain data."""
         return asdict(self)
+
+
+def table(reports: Sequence[Report]) -> list[tuple[str, ...]]:
+    """Give the results of several backends side by side.
+
+    Args:
+        reports: one for each column.
+
+    Returns:
+        A heading, then one row a group of checks; "-" where none of them applies.
+    """
+    counts = [report.counts() for report in reports]
+    groups = dict.fromkeys(group for each in counts for group in each)
+    heading = ("checks", *(report.title for report in reports))
+    return [heading, *((group, *(each.get(group, "-") for each in counts)) for group in groups)]

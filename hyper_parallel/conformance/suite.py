@@ -53,13 +53,13 @@ def run_conformance(
         HyperParallelError: `only` names no check.
 
     Example:
-        >>> from hyper_parallel.conformance import run_conformance
-        >>> report = run_conformance("cpu", world="simulated", only=["broadcast", "exchange"])
-        >>> for row in report.rows():
+        >>> from hyper_parallel.conformance import run_conformance, table
+        >>> report = run_conformance("cpu", world="simulated", only=["all_reduce", "exchange"])
+        >>> for row in table([report]):
         ...     print(row)
-        ('cpu, 2 ranks, simulated', 'pass', 'emulated', 'refused by design', 'fail', '-')
-        ('broadcast', '13', '', '', '', '')
-        ('exchange', '2', '', '', '', '')
+        ('checks', 'cpu, 2 ranks, simulated')
+        ('all_reduce', '47 pass, 18 refused by design')
+        ('exchange', '2 pass')
     """
     if backend_for(backend).capabilities.all_ranks:
         world = "here"

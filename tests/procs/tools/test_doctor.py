@@ -41,7 +41,7 @@ def test_a_broken_extension_of_torch_is_told_and_does_no_harm(tmp_path):
     (warning,) = found["warnings"]
     assert "`import torch` fails in other programs, because its extension 'torch_npu'" in warning
     assert warning.endswith("or set TORCH_DEVICE_BACKEND_AUTOLOAD=0")
-    assert found["bandwidth"]["ranks"] == 1
+    assert found["bandwidth"][0]["ranks"] == 1
 
 
 def test_bandwidth_under_torchrun(tmp_path):
@@ -50,7 +50,7 @@ def test_bandwidth_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)  # of rank 0 only
     assert found["environment"]["WORLD_SIZE"] == "2"
-    rows = found["bandwidth"]["rows"]
+    rows = found["bandwidth"][0]["rows"]
     assert {row["collective"] for row in rows} >= {"all_reduce", "all_to_all", "broadcast"}
     assert len({row["bytes"] for row in rows}) == 3
     for row in rows:

@@ -17,7 +17,15 @@ from hyper_parallel.backends._torch.simulated_collectives import (
 )
 from hyper_parallel.backends.numpy import NumpyBackend
 from hyper_parallel.cli import main
-from hyper_parallel.conformance import FAIL, PASS, REFUSED, all_checks, run_conformance, suite
+from hyper_parallel.conformance import (
+    FAIL,
+    PASS,
+    REFUSED,
+    all_checks,
+    run_conformance,
+    suite,
+    table,
+)
 from hyper_parallel.conformance.worlds import run_on_ranks
 
 
@@ -189,12 +197,11 @@ def test_a_capability_that_is_missing_makes_it_emulated(monkeypatch):
     assert report.failures == ()
 
 
-def test_rows_count_what_came_out():
-    heading, *rows = run("broadcast", "all_reduce").rows()
-    assert heading == ("cpu, 2 ranks, simulated", PASS, "emulated", REFUSED, FAIL, "-")
-    by_group = {row[0]: row[1:] for row in rows}
-    assert by_group["broadcast"] == ("13", "", "", "", "")
-    assert sum(int(cell or 0) for cell in by_group["all_reduce"]) == 65
+def test_the_table_counts_what_came_out_of_each_backend():
+    alone = run("broadcast", "refusals", ranks=1)
+    heading, *rows = table([alone, run_conformance("numpy", ranks=2, only=["broadcast"])])
+    assert heading == ("checks", "cpu, 1 ranks, simulated", "numpy, 2 ranks, here")
+    assert rows == [("broadcast", "13 pass", "-"), ("refusals", "4 pass", "-")]
 
 
 def test_the_command_line_runs_the_suite(monkeypatch, capsys):
@@ -205,9 +212,10 @@ def test_the_command_line_runs_the_suite(monkeypatch, capsys):
     assert "cpu, 3 ranks, simulated" in capsys.readouterr().out
     monkeypatch.setattr(simulated, "SimulatedCommunicator", FirstOnly)
     assert main(arguments) == 1
-    assert "FAILED broadcast[float64]: AssertionError: " in capsys.readouterr().out
+    text = "PROBLEM cpu, 3 ranks, simulated: broadcast[float64] failed: AssertionError: "
+    assert text in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)["conformance"]
+    (found,) = json.loads(capsys.readouterr().out)["conformance"]
     assert {one["status"] for one in found["results"]} == {PASS, FAIL}
 
 
