@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS
 from hyper_parallel.backends._torch.refusals import (
     wrong_pieces,
     wrong_rows,
@@ -24,10 +25,10 @@ from hyper_parallel.backends._torch.refusals import (
 )
 from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.baton import Baton
-from hyper_parallel.runtime.calls import Call
+from hyper_parallel.runtime.calls import Call, check_parts
 from hyper_parallel.runtime.refusals import cannot_reduce
 
-__all__ = ["SimulatedCommunicator", "SimulatedGroup", "SimulatedWork"]
+__all__ = ["REDUCED", "SimulatedCommunicator", "SimulatedGroup", "SimulatedWork", "reduces"]
 
 Tensor = torch.Tensor
 Combine = Callable[[list[Any]], list[Any]]
@@ -39,6 +40,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": torch.minimum,
     "product": torch.mul,
 }
+
+
+# What torch adds, on every device.
+REDUCED = (*FLOATS, *INTS, torch.int16, *COMPLEX, torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ class SimulatedCommunicator:
         self._check_sizes("all_to_all_v", recv_sizes, None, recv_sizes)
 
         def combine(brought: list[Any]) -> list[Tensor]:
-            _check_matrix(self.ranks, brought)
+            check_parts(self.ranks, [one[1] for one in brought], [one[2] for one in brought])
             parts = [part.split(list(send)) for part, send, _ in brought]
             return [torch.cat([row[i] for row in parts]) for i in range(len(parts))]
 
@@ -222,10 +227,7 @@ class SimulatedCommunicator:
 
     def _check_op(self, name: str, x: Tensor, op: str) -> None:
         """Refuse an op that does not exist or that the dtype does not have."""
-        known = op in _REDUCTIONS
-        averages = op != "avg" or x.is_floating_point() or x.is_complex()
-        ordered = op not in ("max", "min") or not x.is_complex()
-        if not (known and averages and ordered):
+        if not reduces(op, x.dtype):
             raise cannot_reduce(name, x.dtype, op, self._device_type, is_complex=x.is_complex())
 
     def _check_sizes(
@@ -247,6 +249,13 @@ class SimulatedCommunicator:
             _refuse(name, f"src must be an index into the group {self.ranks}", "Pass one", src=src)
 
 
+def reduces(op: str, dtype: torch.dtype) -> bool:
+    """Say whether an op exists, and for this dtype."""
+    averages = op != "avg" or dtype.is_floating_point or dtype.is_complex
+    ordered = op not in ("max", "min") or not dtype.is_complex
+    return op in _REDUCTIONS and dtype in REDUCED and averages and ordered
+
+
 def _reduce(xs: list[Tensor], op: str) -> Tensor:
     whole = xs[0].clone()
     for x in xs[1:]:
@@ -262,20 +271,6 @@ def _gather(xs: list[Tensor]) -> list[Tensor]:
 def _check_rows(name: str, x: Tensor) -> None:
     if x.ndim == 0:
         raise wrong_rows(name, x, 0)
-
-
-def _check_matrix(ranks: tuple[int, ...], brought: list[Any]) -> None:
-    """Refuse a rank that expects another size than is sent to it."""
-    for i, (_, send, _) in enumerate(brought):
-        for j, (_, _, recv) in enumerate(brought):
-            if send[j] != recv[i]:
-                _refuse(
-                    "all_to_all_v",
-                    f"rank {ranks[j]} must expect from rank {ranks[i]} what that rank sends",
-                    "Compute both sizes from the same layout",
-                    sent=send[j],
-                    expected=recv[i],
-                )
 
 
 def _check_pieces(given: list[Sequence[Tensor] | None], src: int, out: Tensor) -> None:

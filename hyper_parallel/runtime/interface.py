@@ -30,12 +30,23 @@ class Capabilities:
     Args:
         uneven_gather: all_gather_v and reduce_scatter_v exist; else callers pad.
         native_avg: all_reduce and reduce_scatter take "avg"; else callers sum and divide.
-        all_ranks: this process is every rank of its meshes at once; `rank` says that it has none.
+        all_ranks: this process is every rank of its meshes at once; `rank` says that it has none,
+            there are no communicators, and `redistribute(local_arrays, src, dst)` moves all.
+        checks_calls: unlike calls of a group's ranks are refused on all of them, always; else only
+            in checked mode.
+        reduces: (op, dtype) that are reduced as they are, dtypes by name; None: all there are.
+        widens: (op, dtype) that are reduced as another dtype, which takes copies. What is in
+            neither set is refused.
+        moves: dtypes that are moved as they are; others travel as bytes. None: all.
     """
 
     uneven_gather: bool = False
     native_avg: bool = False
     all_ranks: bool = False
+    checks_calls: bool = False
+    reduces: frozenset[tuple[str, str]] | None = None
+    widens: frozenset[tuple[str, str]] = frozenset()
+    moves: frozenset[str] | None = None
 
 
 class Work(Protocol):

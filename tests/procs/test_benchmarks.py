@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_benchmark(name, *options):
+def run_benchmark(name, *options, launcher=()):
+    """Run a benchmark; return what it printed."""
     run = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / name), *options],
+        [sys.executable, *launcher, str(ROOT / "benchmarks" / name), *options],
         capture_output=True,
         text=True,
         timeout=110,
@@ -21,6 +22,12 @@ def run_benchmark(name, *options):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
+
+
+def test_checked_mode_runs_all_cases():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    out = run_benchmark("checked_mode.py", "--repeats", "1", "--calls", "1", launcher=launcher)
+    assert out.count("ratio of minima") == 3
 
 
 def test_host_overhead_runs_all_variants(tmp_path):

@@ -55,7 +55,7 @@ class World:
 
     def __init__(self, size: int, **capabilities: bool) -> None:
         self.size = size
-        self.capabilities = Capabilities(**capabilities)
+        self.capabilities = Capabilities(checks_calls=True, **capabilities)  # by _finish
         self.calls: list[list[Call]] = [[] for _ in range(size)]
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, ...], list[_Arrival]] = {}
