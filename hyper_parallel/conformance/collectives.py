@@ -14,7 +14,7 @@ from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.checked import CheckedCommunicator
-from hyper_parallel.runtime.executor import gather_dim, reduce_scatter_dim
+from hyper_parallel.runtime.rows import gather_dim, reduce_scatter_dim
 
 __all__ = ["collective_checks"]
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from hyper_parallel.conformance.arrays import Arrays, arrays_of
 from hyper_parallel.runtime import DeviceMesh
-from hyper_parallel.runtime.executor import reduce, reduce_scatter_dim
 from hyper_parallel.runtime.interface import Communicator
+from hyper_parallel.runtime.rows import reduce, reduce_scatter_dim
 
 __all__ = ["EMULATED", "FAIL", "PASS", "REFUSED", "Check", "Here"]
 
