@@ -7,6 +7,9 @@ import os
 import pytest
 from hypothesis import settings
 
+# Meshes compare every call before it is made, here and in the processes that tests start.
+os.environ.setdefault("HYPER_PARALLEL_CHECK", "1")
+
 settings.register_profile("default", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("nightly", max_examples=20_000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -6,6 +6,7 @@ The handle of a mesh is torch's DeviceMesh, so both sides use the same process g
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -60,6 +61,19 @@ class TorchBackend:
     def _missing(self) -> str | None:
         """Say what is missing and what to do, or None; may raise."""
         raise NotImplementedError
+
+    def about(self) -> dict[str, Any]:
+        """Name the devices and the versions of the libraries, for the doctor; once available."""
+        libraries = {"torch": torch.__version__, **self._libraries()}
+        if self.device_type == "cpu":
+            return {"devices": [f"{os.cpu_count()} cores"], "libraries": libraries}
+        module = torch.get_device_module(self.device_type)
+        names = [module.get_device_name(i) for i in range(module.device_count())]
+        return {"devices": names, "libraries": libraries}
+
+    def _libraries(self) -> dict[str, str]:
+        """Give the versions of what is below torch."""
+        return {}
 
     def start(self, mesh: AbstractMesh) -> None:
         """Start the default process group if there is none, and choose the current device."""

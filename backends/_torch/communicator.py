@@ -12,6 +12,7 @@ blocks are put in order by one copy; where it lists them sorted there is no such
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -20,15 +21,15 @@ import torch.distributed as dist
 
 from hyper_parallel.backends._torch.compat import all_gather_single, reduce_scatter_single
 from hyper_parallel.backends._torch.dtypes import DtypeSupport
+from hyper_parallel.backends._torch.faults import Faults
 from hyper_parallel.backends._torch.refusals import (
-    failed,
     no_uneven,
     wrong_pieces,
     wrong_rows,
     wrong_tensor,
 )
 from hyper_parallel.backends._torch.work import TorchWork, then
-from hyper_parallel.errors import BackendError, HyperParallelError
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.runtime.refusals import cannot_reduce
 
 __all__ = ["TorchCommunicator"]
@@ -40,6 +41,7 @@ _all_reduce = dist.all_reduce
 
 def _named(method: F) -> F:
     """Turn what torch raises inside a collective into an error that names it and its group."""
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def run(self: TorchCommunicator, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +50,8 @@ def _named(method: F) -> F:
         except HyperParallelError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise self._failed(method.__name__, error) from error
+            given = signature.bind(self, *args, **kwargs).arguments
+            raise self._faults.failed(method.__name__, given, error) from error
 
     return cast(F, run)
 
@@ -65,8 +68,8 @@ class TorchCommunicator:
     """
 
     __slots__ = (
-        "_device_type", "_dtypes", "_from_group", "_ints_device", "_moves", "_native", "_on_cpu",
-        "_permuted", "_to_group", "_uneven", "group", "rank", "ranks", "size",
+        "_device_type", "_dtypes", "_faults", "_from_group", "_ints_device", "_moves", "_native",
+        "_on_cpu", "_permuted", "_to_group", "_uneven", "group", "rank", "ranks", "size",
     )  # fmt: skip
 
     def __init__(
@@ -95,23 +98,28 @@ class TorchCommunicator:
         # A group that also serves CPU tensors exchanges host integers without the device.
         on_host = "cpu:" in dist.get_backend_config(group)
         self._ints_device = "cpu" if on_host else device_type
+        self._faults = Faults(group, self.ranks, dist.get_rank())
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce `x` in place over the group."""
         native = self._native.get((op, x.dtype))
         if native is None or not x.is_contiguous() or x.is_cpu is not self._on_cpu:
             return self._reduce_wider("all_reduce", x, op, async_op=async_op)
+        given = {"op": op, "x": x}
         try:
-            work = _all_reduce(x, native, self.group, async_op)
+            work = _all_reduce(x, native, self.group, async_op or self._on_cpu)
+            if async_op:
+                return TorchWork(self._faults, "all_reduce", given, work, x)
+            return self._end(work, x)
         except RuntimeError as error:
-            raise self._failed("all_reduce", error) from error
-        return self._work("all_reduce", work, x) if async_op else x
+            raise self._faults.failed("all_reduce", given, error) from error
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce, then keep the own one of n equal pieces of dim 0."""
         native = self._native.get((op, x.dtype))
         if native is None or not x.is_contiguous() or x.is_cpu is not self._on_cpu:
             return self._reduce_wider("reduce_scatter", x, op, async_op=async_op)
+        given = {"op": op, "x": x}
         shape = list(x.shape)
         if not shape or shape[0] % self.size:
             raise wrong_rows("reduce_scatter", x, self.size)
@@ -120,10 +128,12 @@ class TorchCommunicator:
         if self._permuted:
             x = _blocks(x, rows, self._from_group)
         try:
-            work = reduce_scatter_single(out, x, native, self.group, async_op)
+            work = reduce_scatter_single(out, x, native, self.group, async_op or self._on_cpu)
+            if async_op:
+                return TorchWork(self._faults, "reduce_scatter", given, work, out)
+            return self._end(work, out)
         except RuntimeError as error:
-            raise self._failed("reduce_scatter", error) from error
-        return self._work("reduce_scatter", work, out) if async_op else out
+            raise self._faults.failed("reduce_scatter", given, error) from error
 
     def all_gather(self, x: Tensor, *, async_op: bool = False) -> Any:
         """Concatenate equal pieces along dim 0 into one tensor."""
@@ -136,63 +146,87 @@ class TorchCommunicator:
         rows = shape[0]
         shape[0] = rows * self.size
         out = x.new_empty(shape)
+        given = {"x": x}
         try:
-            work = all_gather_single(out, x, self.group, async_op)
+            work = all_gather_single(out, x, self.group, async_op or self._on_cpu)
+            if async_op:
+                result = TorchWork(self._faults, "all_gather", given, work, out)
+            else:
+                result = self._end(work, out)
         except RuntimeError as error:
-            raise self._failed("all_gather", error) from error
-        result = self._work("all_gather", work, out) if async_op else out
+            raise self._faults.failed("all_gather", given, error) from error
         if self._permuted:
             return then(result, lambda out: _blocks(out, rows, self._to_group))
         return result
 
     @_named
-    def all_gather_v(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def all_gather_v(self, x: Tensor, sizes: Sequence[int], *, async_op: bool = False) -> Any:
         """Concatenate pieces of `sizes` rows along dim 0. Needs the capability `uneven_gather`."""
         if not self._uneven:
             raise no_uneven("all_gather_v", self._device_type)
         wire = self._wire(x, "all_gather_v")
         out = wire.new_empty((sum(sizes), *wire.shape[1:]))
         pieces = out.split(list(sizes))
-        dist.all_gather([pieces[i] for i in self._from_group], wire, group=self.group)
-        return _unwire(out, x.dtype)
+        parts, given = [pieces[i] for i in self._from_group], {"x": x, "sizes": sizes}
+        work = dist.all_gather(parts, wire, group=self.group, async_op=async_op or self._on_cpu)
+        result = self._result("all_gather_v", given, work, out, async_op)
+        return then(result, lambda out: _unwire(out, x.dtype))
 
     @_named
-    def reduce_scatter_v(self, x: Tensor, sizes: Sequence[int], op: str = "sum") -> Tensor:
+    def reduce_scatter_v(
+        self, x: Tensor, sizes: Sequence[int], op: str = "sum", *, async_op: bool = False
+    ) -> Any:
         """Reduce, then keep the own `sizes[rank]` rows. Needs the capability `uneven_gather`."""
         if not self._uneven:
             raise no_uneven("reduce_scatter_v", self._device_type)
         native = self._native.get((op, x.dtype))
         if native is None or not x.is_contiguous() or x.is_cpu is not self._on_cpu:
-            return self._reduce_wider("reduce_scatter_v", x, op, sizes=sizes)
+            return self._reduce_wider("reduce_scatter_v", x, op, sizes=sizes, async_op=async_op)
         out = x.new_empty((sizes[self.rank], *x.shape[1:]))
         pieces = x.split(list(sizes))
-        dist.reduce_scatter(out, [pieces[i] for i in self._from_group], native, self.group)
-        return out
+        parts, given = [pieces[i] for i in self._from_group], {"x": x, "sizes": sizes, "op": op}
+        work = dist.reduce_scatter(out, parts, native, self.group, async_op or self._on_cpu)
+        return self._result("reduce_scatter_v", given, work, out, async_op)
 
     @_named
     def all_to_all_v(
-        self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        send_sizes: Sequence[int],
+        recv_sizes: Sequence[int],
+        *,
+        even: bool = False,
+        async_op: bool = False,
+    ) -> Any:
         """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
         wire = self._wire(x, "all_to_all_v")
-        send, receive = list(send_sizes), list(recv_sizes)
+        # torch turns a list of sizes over some ten times as long as it takes to start the rest.
+        even = even and not self._permuted
+        send, receive = ([], []) if even else (list(send_sizes), list(recv_sizes))
         if self._permuted:
             parts = wire.split(send)
             wire = torch.cat([parts[i] for i in self._from_group])
             send = [send[i] for i in self._from_group]
             receive = [receive[i] for i in self._from_group]
-        out = wire.new_empty((sum(receive), *wire.shape[1:]))
-        dist.all_to_all_single(out, wire, receive, send, self.group)
-        if self._permuted:
-            parts = out.split(receive)
-            out = torch.cat([parts[g] for g in self._to_group])
-        return _unwire(out, x.dtype)
+        out = wire.new_empty((sum(recv_sizes), *wire.shape[1:]))
+        given = {"x": x, "send_sizes": send_sizes, "recv_sizes": recv_sizes}
+        at_once = async_op or self._on_cpu
+        work = dist.all_to_all_single(out, wire, receive, send, self.group, at_once)
+
+        def finish(out: Tensor) -> Tensor:
+            if self._permuted:
+                parts = out.split(receive)
+                out = torch.cat([parts[g] for g in self._to_group])
+            return _unwire(out, x.dtype)
+
+        return then(self._result("all_to_all_v", given, work, out, async_op), finish)
 
     @_named
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Write the `x` of group index `src` into everyone's `x`."""
         wire = self._wire(x, "broadcast")
-        dist.broadcast(wire, group=self.group, group_src=self._to_group[src])
+        root = self._to_group[src]
+        self._end(dist.broadcast(wire, None, self.group, self._on_cpu, group_src=root), wire)
         return x
 
     @_named
@@ -204,7 +238,9 @@ class TorchCommunicator:
         sent = None
         if pieces is not None:
             sent = [self._wire(pieces[i], "scatter") for i in self._from_group]
-        dist.scatter(wire, sent, group=self.group, group_src=self._to_group[src])
+        root = self._to_group[src]
+        work = dist.scatter(wire, sent, None, self.group, self._on_cpu, group_src=root)
+        self._end(work, wire)
         return out
 
     @_named
@@ -213,17 +249,19 @@ class TorchCommunicator:
         count = len(values)
         mine = torch.tensor(list(values), dtype=torch.int64, device=self._ints_device)
         every = torch.empty(count * self.size, dtype=torch.int64, device=self._ints_device)
-        all_gather_single(every, mine, self.group)
+        work = all_gather_single(every, mine, self.group, every.is_cpu)
+        self._end(work, every)
         flat = every.tolist()
         return [tuple(flat[g * count : (g + 1) * count]) for g in self._to_group]
 
     @_named
     def barrier(self) -> None:
         """Wait until every rank of the group is here."""
-        device_ids = None
-        if not self._on_cpu:
-            device_ids = [torch.get_device_module(self._device_type).current_device()]
-        dist.barrier(self.group, device_ids=device_ids)
+        if self._on_cpu:
+            self._faults.wait(dist.barrier(self.group, async_op=True))
+        else:
+            device = torch.get_device_module(self._device_type).current_device()
+            dist.barrier(self.group, device_ids=[device])
 
     def _reduce_wider(self, name: str, x: Tensor, op: str, **how: Any) -> Any:
         """Refuse `x`, or reduce what stands in for it and turn the result back."""
@@ -247,11 +285,19 @@ class TorchCommunicator:
                 raise refused
         return x if x.dtype in self._moves else x.unsqueeze(-1).view(torch.uint8)
 
-    def _work(self, name: str, work: Any, result: Tensor) -> TorchWork:
-        return TorchWork(name, self.ranks, self.ranks[self.rank], work, result)
+    def _result(
+        self, name: str, given: dict[str, Any], work: Any, out: Tensor, async_op: bool
+    ) -> Any:
+        """Give what waits for `out`, or `out` itself."""
+        if async_op:
+            return TorchWork(self._faults, name, given, work, out)
+        return self._end(work, out)
 
-    def _failed(self, name: str, error: Exception) -> BackendError:
-        return failed(name, self.ranks, self.ranks[self.rank], error)
+    def _end(self, work: Any, out: Tensor) -> Tensor:
+        """Wait on the host for what it can wait for; see [Note: roll call]."""
+        if out.is_cpu:
+            self._faults.wait(work)
+        return out
 
 
 def _blocks(x: Tensor, rows: int, order: Sequence[int]) -> Tensor:

@@ -26,6 +26,7 @@ _OPS: dict[str, Any] = {
     "max": ReduceOp.MAX,
     "min": ReduceOp.MIN,
 }
+_LINEAR = ("sum", "avg")
 _ON_BOOLS = {"sum": "max", "product": "min"}
 
 
@@ -58,6 +59,18 @@ class DtypeSupport:
             and not (op == "product" and dtype in self._widens_product)
         }
 
+    def answers(self) -> dict[str, Any]:
+        """Give `reduces`, `widens` and `moves` of Capabilities."""
+        dtypes = {dtype for _, dtype in self.native} | {*self._widens, *self._widens_product}
+        wide = {(op, dtype) for op in _OPS for dtype in dtypes if self.widened(op, dtype)}
+        parts = {c: c.to_real() for c in COMPLEX}  # summed as pairs of real numbers
+        wide |= {(op, c) for c, r in parts.items() for op in _LINEAR if (op, r) in self.native}
+        return {
+            "reduces": frozenset((op, _name(dtype)) for op, dtype in self.native),
+            "widens": frozenset((op, _name(d)) for op, d in wide if (op, d) not in self.native),
+            "moves": frozenset(map(_name, self.moves)),
+        }
+
     def widened(self, op: str, dtype: torch.dtype) -> tuple[str, torch.dtype] | None:
         """Give the op and dtype that compute what the library cannot, or None: refuse."""
         wide = self._widens.get(dtype)
@@ -66,3 +79,7 @@ class DtypeSupport:
         if wide is None or op not in _OPS or op == "avg":
             return None
         return (_ON_BOOLS.get(op, op) if dtype == torch.bool else op), wide
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the torch communicator: refused before a collective, or failed within one."""
+"""Errors of the torch communicator: what it refuses before a collective starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel.errors import BackendError, describe
 
-__all__ = ["failed", "no_uneven", "wrong_pieces", "wrong_rows", "wrong_tensor"]
+__all__ = ["no_uneven", "wrong_pieces", "wrong_rows", "wrong_tensor"]
 
 
 def wrong_tensor(where: str, x: torch.Tensor, device_type: str) -> BackendError | None:
@@ -61,19 +61,5 @@ def wrong_pieces(pieces: Sequence[torch.Tensor] | None, src: int, index: int) ->
         "Pass None on the other ranks",
         pieces=None if pieces is None else f"{len(pieces)} tensors",
         index=index,
-    )
-    return BackendError(text)
-
-
-def failed(where: str, ranks: tuple[int, ...], rank: int, error: Exception) -> BackendError:
-    """Give the error of a collective that started and did not complete."""
-    text = describe(
-        where,
-        "every rank of the group must take part, with the same shape and dtype",
-        "Look for the first error of the other ranks: one may have died, or called another"
-        " collective",
-        group=ranks,
-        rank=rank,
-        error=str(error).strip().split("\n")[0],
     )
     return BackendError(text)

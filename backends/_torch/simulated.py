@@ -14,10 +14,13 @@ import torch
 from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.rank_state import TorchState, carry_modes
 from hyper_parallel.backends._torch.simulated_collectives import (
+    REDUCED,
     SimulatedCommunicator,
     SimulatedGroup,
+    reduces,
 )
 from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
+from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import BackendError, LayoutError, describe
 from hyper_parallel.runtime.baton import Baton, current_rank
 from hyper_parallel.runtime.calls import Call
@@ -45,7 +48,9 @@ class SimulatedBackend:
     def __init__(self, world_size: int, device_type: str = "cpu") -> None:
         self.name = "simulated"
         self.device_type = device_type
-        self.capabilities = Capabilities(uneven_gather=True, native_avg=True)
+        self.capabilities = Capabilities(
+            uneven_gather=True, native_avg=True, checks_calls=True, reduces=_reduces()
+        )
         self.ops = TorchOps()
         self._world_size = world_size
         self._serials = itertools.count(1)
@@ -231,6 +236,11 @@ class SimulatedBackend:
                 )
             )
         return self._baton
+
+
+def _reduces() -> frozenset[tuple[str, str]]:
+    every = [(op, dtype) for op in REDUCE_OPS for dtype in REDUCED if reduces(op, dtype)]
+    return frozenset((op, str(dtype).removeprefix("torch.")) for op, dtype in every)
 
 
 def _refuse_groups(groups: Sequence[SimulatedGroup], mesh: Any) -> NoReturn:

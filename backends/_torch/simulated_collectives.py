@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS
 from hyper_parallel.backends._torch.refusals import (
     wrong_pieces,
     wrong_rows,
@@ -24,10 +25,10 @@ from hyper_parallel.backends._torch.refusals import (
 )
 from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.baton import Baton
-from hyper_parallel.runtime.calls import Call
+from hyper_parallel.runtime.calls import Call, check_parts
 from hyper_parallel.runtime.refusals import cannot_reduce
 
-__all__ = ["SimulatedCommunicator", "SimulatedGroup", "SimulatedWork"]
+__all__ = ["REDUCED", "SimulatedCommunicator", "SimulatedGroup", "SimulatedWork", "reduces"]
 
 Tensor = torch.Tensor
 Combine = Callable[[list[Any]], list[Any]]
@@ -39,6 +40,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": torch.minimum,
     "product": torch.mul,
 }
+
+
+# What torch adds, on every device.
+REDUCED = (*FLOATS, *INTS, torch.int16, *COMPLEX, torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +117,13 @@ class SimulatedCommunicator:
         result = self._meet("all_gather", x, _gather, shape=tuple(x.shape))
         return SimulatedWork(result) if async_op else result
 
-    def all_gather_v(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def all_gather_v(self, x: Tensor, sizes: Sequence[int], *, async_op: bool = False) -> Any:
         """Concatenate pieces of `sizes` rows along dim 0."""
         _check_rows("all_gather_v", x)
         self._check_sizes("all_gather_v", sizes, x.shape[0], sizes[self.rank : self.rank + 1])
-        return self._meet("all_gather_v", x, _gather, sizes=tuple(sizes), rest=tuple(x.shape[1:]))
+        facts = {"sizes": tuple(sizes), "rest": tuple(x.shape[1:])}
+        result = self._meet("all_gather_v", x, _gather, **facts)
+        return SimulatedWork(result) if async_op else result
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce, then keep the own one of n equal pieces of dim 0."""
@@ -127,27 +134,38 @@ class SimulatedCommunicator:
         result = self._reduce_scatter("reduce_scatter", x, sizes, op)
         return SimulatedWork(result) if async_op else result
 
-    def reduce_scatter_v(self, x: Tensor, sizes: Sequence[int], op: str = "sum") -> Tensor:
+    def reduce_scatter_v(
+        self, x: Tensor, sizes: Sequence[int], op: str = "sum", *, async_op: bool = False
+    ) -> Any:
         """Reduce, then keep the own `sizes[rank]` rows."""
         _check_rows("reduce_scatter_v", x)
         self._check_sizes("reduce_scatter_v", sizes, x.shape[0], sizes)
-        return self._reduce_scatter("reduce_scatter_v", x, sizes, op)
+        result = self._reduce_scatter("reduce_scatter_v", x, sizes, op)
+        return SimulatedWork(result) if async_op else result
 
     def all_to_all_v(
-        self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        send_sizes: Sequence[int],
+        recv_sizes: Sequence[int],
+        *,
+        even: bool = False,
+        async_op: bool = False,
+    ) -> Any:
         """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
+        del even
         _check_rows("all_to_all_v", x)
         self._check_sizes("all_to_all_v", send_sizes, x.numel(), send_sizes)
         self._check_sizes("all_to_all_v", recv_sizes, None, recv_sizes)
 
         def combine(brought: list[Any]) -> list[Tensor]:
-            _check_matrix(self.ranks, brought)
+            check_parts(self.ranks, [one[1] for one in brought], [one[2] for one in brought])
             parts = [part.split(list(send)) for part, send, _ in brought]
             return [torch.cat([row[i] for row in parts]) for i in range(len(parts))]
 
         payload = (x, tuple(send_sizes), tuple(recv_sizes))
-        return self._meet("all_to_all_v", x, combine, payload=payload)
+        result = self._meet("all_to_all_v", x, combine, payload=payload)
+        return SimulatedWork(result) if async_op else result
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Write the `x` of group index `src` into everyone's `x`."""
@@ -209,10 +227,7 @@ class SimulatedCommunicator:
 
     def _check_op(self, name: str, x: Tensor, op: str) -> None:
         """Refuse an op that does not exist or that the dtype does not have."""
-        known = op in _REDUCTIONS
-        averages = op != "avg" or x.is_floating_point() or x.is_complex()
-        ordered = op not in ("max", "min") or not x.is_complex()
-        if not (known and averages and ordered):
+        if not reduces(op, x.dtype):
             raise cannot_reduce(name, x.dtype, op, self._device_type, is_complex=x.is_complex())
 
     def _check_sizes(
@@ -234,6 +249,13 @@ class SimulatedCommunicator:
             _refuse(name, f"src must be an index into the group {self.ranks}", "Pass one", src=src)
 
 
+def reduces(op: str, dtype: torch.dtype) -> bool:
+    """Say whether an op exists, and for this dtype."""
+    averages = op != "avg" or dtype.is_floating_point or dtype.is_complex
+    ordered = op not in ("max", "min") or not dtype.is_complex
+    return op in _REDUCTIONS and dtype in REDUCED and averages and ordered
+
+
 def _reduce(xs: list[Tensor], op: str) -> Tensor:
     whole = xs[0].clone()
     for x in xs[1:]:
@@ -249,20 +271,6 @@ def _gather(xs: list[Tensor]) -> list[Tensor]:
 def _check_rows(name: str, x: Tensor) -> None:
     if x.ndim == 0:
         raise wrong_rows(name, x, 0)
-
-
-def _check_matrix(ranks: tuple[int, ...], brought: list[Any]) -> None:
-    """Refuse a rank that expects another size than is sent to it."""
-    for i, (_, send, _) in enumerate(brought):
-        for j, (_, _, recv) in enumerate(brought):
-            if send[j] != recv[i]:
-                _refuse(
-                    "all_to_all_v",
-                    f"rank {ranks[j]} must expect from rank {ranks[i]} what that rank sends",
-                    "Compute both sizes from the same layout",
-                    sent=send[j],
-                    expected=recv[i],
-                )
 
 
 def _check_pieces(given: list[Sequence[Tensor] | None], src: int, out: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends._torch.refusals import failed
+from hyper_parallel.backends._torch.faults import Faults
 
 __all__ = ["TorchWork", "then"]
 
@@ -19,21 +19,21 @@ class TorchWork:
     """A collective in flight; `wait` gives its result.
 
     Args:
+        faults: waits, and says what went wrong.
         name: the collective, for error texts.
-        ranks: its group.
-        rank: this process's global rank.
+        given: its arguments, for error texts.
         work: torch's handle.
         result: the tensor it fills.
     """
 
-    __slots__ = ("_finish", "_name", "_rank", "_ranks", "_result", "_work")
+    __slots__ = ("_faults", "_finish", "_given", "_name", "_result", "_work")
 
     def __init__(
-        self, name: str, ranks: tuple[int, ...], rank: int, work: Any, result: torch.Tensor
+        self, faults: Faults, name: str, given: dict[str, Any], work: Any, result: torch.Tensor
     ) -> None:
+        self._faults = faults
         self._name = name
-        self._ranks = ranks
-        self._rank = rank
+        self._given = given
         self._work = work
         self._result = result
         self._finish: Finish | None = None
@@ -42,10 +42,14 @@ class TorchWork:
         """Wait (accelerators: order the current stream after it), then give the result."""
         if self._work is not None:
             try:
-                self._work.wait()
+                if self._result.is_cpu:
+                    self._faults.wait(self._work)
+                else:
+                    self._work.wait()
             except RuntimeError as error:
-                raise failed(self._name, self._ranks, self._rank, error) from error
+                raise self._faults.failed(self._name, self._given, error) from error
             self._work = None
+            self._given = {}
             if self._finish is not None:
                 self._result = self._finish(self._result)
         return self._result

@@ -19,12 +19,12 @@ class CpuBackend(TorchBackend):
     name = "cpu"
     device_type = "cpu"
     library = "gloo"
-    capabilities = Capabilities()
     dtypes = DtypeSupport(
         moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
         reduces=(*FLOATS, *INTS, torch.bool),
         widens={torch.int16: torch.int32},
     )
+    capabilities = Capabilities(**dtypes.answers())
 
     def _missing(self) -> str | None:
         if not dist.is_gloo_available():

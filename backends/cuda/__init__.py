@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 import torch.distributed as dist
 
@@ -19,12 +21,16 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     device_type = "cuda"
     library = "nccl"
-    capabilities = Capabilities(uneven_gather=True, native_avg=True)
     dtypes = DtypeSupport(
         moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
         reduces=(*FLOATS, *INTS, torch.bool),
         widens={torch.int16: torch.int32},
     )
+    capabilities = Capabilities(uneven_gather=True, native_avg=True, **dtypes.answers())
+
+    def _libraries(self) -> dict[str, str]:
+        nccl = importlib.import_module("torch.cuda.nccl").version()
+        return {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}
 
     def _missing(self) -> str | None:
         if not torch.backends.cuda.is_built():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 
 import torch
@@ -25,7 +26,6 @@ class NpuBackend(TorchBackend):
     name = "npu"
     device_type = "npu"
     library = "hccl"
-    capabilities = Capabilities()
     dtypes = DtypeSupport(
         moves=(*FLOATS, *INTS, torch.int16, *UNSIGNED, *COMPLEX, torch.bool),
         reduces=(
@@ -35,6 +35,10 @@ class NpuBackend(TorchBackend):
         widens={torch.bool: torch.int32, torch.uint8: torch.int32},
         widens_product={torch.int16: torch.int32, torch.bfloat16: torch.float32},
     )
+    capabilities = Capabilities(**dtypes.answers())
+
+    def _libraries(self) -> dict[str, str]:
+        return {"torch_npu": importlib.metadata.version("torch_npu")}
 
     def _missing(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:

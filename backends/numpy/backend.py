@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from hyper_parallel.backends.numpy.lockstep import redistribute
 from hyper_parallel.backends.numpy.ops import Array, NumpyOps
 from hyper_parallel.core.mesh import AbstractMesh
 from hyper_parallel.errors import BackendError, describe
@@ -32,6 +33,7 @@ class NumpyBackend:
     device_type = "numpy"
     capabilities = Capabilities(uneven_gather=True, native_avg=True, all_ranks=True)
     ops: ArrayOps = NumpyOps()
+    redistribute = staticmethod(redistribute)
 
     def unavailable(self) -> str | None:
         """Say None: no hardware is needed."""

@@ -33,6 +33,8 @@ class Choice:
     outputs: tuple[Placement, ...]
     gradients: tuple[Placement | None, ...]
     divisors: tuple[int, ...]
+    weighted: tuple[bool, ...] = ()
+    """For each result, whether it is an average of uneven pieces; empty for none."""
 
     def __str__(self) -> str:
         if self.kind == "replicate":
@@ -128,19 +130,27 @@ def _cut(
             inputs.append(shard(place, [c.inputs[position] for c in chosen]))
         else:
             inputs.append(Partial() if position in first_only else Replicate())
+    is_even = len(set(held)) == 1
+    # An average of uneven pieces is the sum of the pieces' averages, each times its share.
+    weighted = tuple(
+        place is None and rule.reduce == "avg" and not is_even for place in factor.results
+    )
     outputs = tuple(
-        Partial(rule.reduce) if place is None else shard(place, [c.outputs[i] for c in chosen])
+        Partial("sum" if weighted[i] else rule.reduce)
+        if place is None
+        else shard(place, [c.outputs[i] for c in chosen])
         for i, place in enumerate(factor.results)
     )
     return Choice(
         kind="cut",
         name=factor.name,
         block=block,
-        is_even=len(set(held)) == 1,
+        is_even=is_even,
         inputs=tuple(inputs),
         outputs=outputs,
         gradients=tuple(_gradient(p, "sum") for p in inputs),
         divisors=tuple(mesh[axis] if p.is_partial("avg") else 1 for p in outputs),
+        weighted=weighted,
     )
 
 
@@ -155,9 +165,8 @@ def _can_cut(bound: BoundRule, factor: Factor, held: tuple[int, ...]) -> bool:
     is_reduced = factor.is_contracted and rule.reduce != "sum"
     is_addressed = any(name == factor.name for name, _ in rule.index)
     is_grouped = any(p is not None and p.span != 1 for p in factor.operands + factor.results)
-    if 0 in held and (is_reduced or is_addressed or is_grouped):
-        return False  # the op has no answer for an empty piece, or whole groups do not go round
-    return not (factor.is_contracted and rule.reduce == "avg" and len(set(held)) > 1)
+    # The op has no answer for an empty piece, or whole groups do not go round.
+    return not (0 in held and (is_reduced or is_addressed or is_grouped or not rule.empty))
 
 
 def _shard(place: Place, held: tuple[int, ...], block: int, cuts: Cuts, count: int) -> Shard:

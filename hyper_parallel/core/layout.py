@@ -31,6 +31,8 @@ from hyper_parallel.errors import LayoutError, describe
 
 __all__ = ["Layout", "same_cut"]
 
+_MAX_LAYOUTS = 8192
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -87,6 +89,13 @@ class Layout:
         written = (self.mesh, self.placements, self.shape, self.order)
         object.__setattr__(self, "_hash", hash(written))
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self._hash == other._hash and self.__reduce__() == other.__reduce__()
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -112,12 +121,17 @@ class Layout:
     @cached_property
     def cotangent(self) -> Layout:
         """The layout of a gradient: Partial becomes Replicate."""
-        return replace(self, placements=cotangent(self.placements)) if self.has_partial else self
+        if not self.has_partial:
+            return self
+        placements = cotangent(self.placements)
+        if self.order:
+            return replace(self, placements=placements)
+        return self.with_placements(placements)
 
     @cached_property
     def replicated(self) -> Layout:
         """The layout in which every rank holds the whole value."""
-        return replace(self, placements=(Replicate(),) * self.mesh.ndim, order=())
+        return self.with_placements((Replicate(),) * self.mesh.ndim)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
@@ -139,9 +153,24 @@ class Layout:
         """The largest size of each dim that any rank holds."""
         return tuple(map(largest, self.shape, self.chains))
 
+    @classmethod
+    def of(
+        cls, mesh: AbstractMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+    ) -> Layout:
+        """Give the layout of these facts, the same object each time: to look up, not to make."""
+        key = (placements, shape)
+        found = mesh.layouts.get(key)
+        if found is None:
+            if len(mesh.layouts) >= _MAX_LAYOUTS:
+                mesh.layouts.clear()
+            made = cls(mesh, placements, shape)
+            found = mesh.layouts.setdefault((made.placements, made.shape), made)
+            mesh.layouts[key] = found
+        return found
+
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """Give the layout of the same tensor under other placements, nested left to right."""
-        return replace(self, placements=tuple(placements), order=())
+        return Layout.of(self.mesh, tuple(placements), self.shape)
 
     def with_shape(self, shape: Sequence[int]) -> Layout:
         """Give the same placements for another global shape."""

@@ -49,6 +49,7 @@ class AbstractMesh:
         self._index = {rank: i for i, rank in enumerate(self._ranks)}
         self._hash = hash((device_type, self._shape, self._ranks, self._names))
         self.plans: dict[Any, Any] = {}  # what plan() has found for tensors on this mesh
+        self.layouts: dict[Any, Any] = {}  # what Layout.of has made on this mesh
 
     @property
     def device_type(self) -> str:

@@ -6,8 +6,9 @@ left to right. On one axis a rule offers, in this order:
 
 * cut a factor: Shard wherever it occurs, Replicate elsewhere; a result that lacks it is Partial.
   Summed into a result by a term that lacks it (a bias), the term must be Partial itself, so that
-  it is added once. Uneven cuts are fine on plain dims (all pieces are torch.chunk's) but not
-  under `avg`. A dim `(g f)` is cut in blocks of f where plain chunks would cut through f.
+  it is added once. Uneven cuts are fine on plain dims (all pieces are torch.chunk's); the average
+  of an uneven piece is weighted by its share, which makes a pending sum. A dim `(g f)` is cut in
+  blocks of f where plain chunks would cut through f.
 * pass a pending sum or avg: one linear operand of each term is Partial, and so are the results.
 * replicate everything.
 
@@ -31,7 +32,7 @@ from hyper_parallel.core.factor import BoundRule, Shape
 from hyper_parallel.core.placement import Partial, Placement, Shard
 from hyper_parallel.errors import RuleError, describe
 
-__all__ = ["Decision", "Shift", "choices", "propagate"]
+__all__ = ["Decision", "Shift", "Weight", "choices", "propagate"]
 
 Placements = tuple[Placement, ...]
 
@@ -45,9 +46,22 @@ class Shift:
     """
 
     values: int
-    """Operand whose values are positions."""
+    """Operand whose values are positions; -1 where a static argument is one."""
     source: int
     """Operand that they address."""
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A result that is an average of uneven pieces: each rank's is multiplied by its share.
+
+    The share is what an axis leaves of dim `dim` of operand `source`, placed as decided.
+    """
+
+    result: int
+    axis: int
+    source: int
     dim: int
 
 
@@ -61,6 +75,7 @@ class Decision:
     divisors: tuple[int, ...]
     """For each result, what its cotangent is divided by before the local backward (pending avg)."""
     shifts: tuple[Shift, ...]
+    weights: tuple[Weight, ...]
     cost: int
     """Bytes that each rank sends to move the operands, rounded up."""
     why: str
@@ -270,6 +285,7 @@ def _assemble(bound: BoundRule, chosen: tuple[Choice, ...], cost: Fraction) -> D
         gradients=tuple(column(gradients, i) if it else None for i, it in enumerate(is_tensor)),
         divisors=tuple(prod(c.divisors[i] for c in chosen) for i in num_results),
         shifts=_shifts(bound, {c.name for c in chosen if c.kind == "cut"}),
+        weights=_weights(bound, chosen),
         cost=ceil(cost),
         why="; ".join(notes),
     )
@@ -284,3 +300,15 @@ def _shifts(bound: BoundRule, cut: set[str]) -> tuple[Shift, ...]:
         for source, place in enumerate(factor.operands)
         if place is not None
     )
+
+
+def _weights(bound: BoundRule, chosen: tuple[Choice, ...]) -> tuple[Weight, ...]:
+    found: list[Weight] = []
+    for axis, choice in enumerate(chosen):
+        if any(choice.weighted):
+            factor = next(f for f in bound.factors if f.name == choice.name)
+            places = ((i, p) for i, p in enumerate(factor.operands) if p is not None)
+            source, place = next(places)
+            numbers = (i for i, it in enumerate(choice.weighted) if it)
+            found += [Weight(result, axis, source, place.dim) for result in numbers]
+    return tuple(found)

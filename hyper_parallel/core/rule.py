@@ -18,8 +18,10 @@
 * `(g f)` is one dim made of two factors, g outermost. Only the outermost can be cut.
 * `name=size` gives a size that the shapes alone do not tell: `(h=4 d) -> h d`.
 * `linear`: the result is linear in each of these operands, and together in all terms, so a
-  pending sum may pass. `index={"v": 1}`: factor v is addressed by the values of operand 1.
+  pending sum may pass. `index={"v": 1}`: factor v is addressed by the values of operand 1, or by
+  a static argument (-1).
   `random`: values differ between shards. `local`: arguments that are global sizes.
+  `empty=False`: the op has no answer for an empty piece, so no dim is cut in more than it has.
 
 `factor.bind` puts a rule on shapes, `propagate` decides placements; all are pure functions.
 """
@@ -60,6 +62,8 @@ class OpRule:
     index: tuple[tuple[str, int], ...]
     random: bool
     local: tuple[str, ...]
+    empty: bool
+    """Whether the op has an answer for an empty piece."""
     sizes: tuple[tuple[str, int], ...]
     """Sizes written in the text."""
 
@@ -76,7 +80,7 @@ def is_factor(name: str) -> bool:
     return name != "1" and not name.startswith("_")
 
 
-def parse_rule(
+def parse_rule(  # noqa: PLR0913  # each flag is a word of the language
     text: str,
     *,
     reduce: str = "sum",
@@ -84,6 +88,7 @@ def parse_rule(
     index: Mapping[str, int] | None = None,
     random: bool = False,
     local: Sequence[str] = (),
+    empty: bool = True,
 ) -> OpRule:
     """Read a rule line; see [Note: op rules]. Results are cached.
 
@@ -91,9 +96,11 @@ def parse_rule(
         text: the rule, for example `"... k, n k + n -> ... n"`.
         reduce: the reduction that a cut contracted factor leaves pending.
         linear: True for all operands, or the positions of the linear ones.
-        index: for a factor, the position of the operand whose values address it.
+        index: for a factor, the position of the operand whose values address it; -1 for a static
+            argument.
         random: whether the op draws random numbers.
         local: names of arguments that are global sizes and must be rewritten per rank.
+        empty: whether the op has an answer for an empty piece.
 
     Returns:
         The rule.
@@ -107,7 +114,7 @@ def parse_rule(
     """
     positions = linear if isinstance(linear, bool) else tuple(linear)
     addressed = tuple(sorted((index or {}).items()))
-    return _parse(text, reduce, positions, addressed, random, tuple(local))
+    return _parse(text, reduce, positions, addressed, (random, tuple(local), empty))
 
 
 @lru_cache(maxsize=4096)
@@ -116,8 +123,7 @@ def _parse(
     reduce: str,
     linear: bool | tuple[int, ...],
     index: tuple[tuple[str, int], ...],
-    random: bool,
-    local: tuple[str, ...],
+    options: tuple[bool, tuple[str, ...], bool],
 ) -> OpRule:
     tokens = _tokenize(text)
     sides = _split(tokens, "->")
@@ -143,8 +149,9 @@ def _parse(
         reduce=reduce,
         linear=positions,
         index=index,
-        random=random,
-        local=local,
+        random=options[0],
+        local=options[1],
+        empty=options[2],
         sizes=tuple(sorted(sizes.items())),
     )
     _check_names(rule, tokens)
@@ -246,8 +253,8 @@ def _check_flags(rule: OpRule) -> None:
             describe(f"rule {rule.text!r}", must, "Count operands from 0", linear=rule.linear)
         )
     for name, position in rule.index:
-        if name not in plain or not name[0].isalpha() or not 0 <= position < count:
-            must = f"index must map a plain factor to an operand position below {count}"
+        if name not in plain or not name[0].isalpha() or not -1 <= position < count:
+            must = f"index must map a plain factor to -1 or an operand position below {count}"
             raise RuleError(
                 describe(f"rule {rule.text!r}", must, "Correct index", index=dict(rule.index))
             )

@@ -14,13 +14,13 @@ from hyper_parallel.dtensor.moves import move, refuse_create_graph
 from hyper_parallel.dtensor.read import (
     read_mesh,
     read_placements,
-    refuse_integer_average,
     refuse_other_tensors,
+    refuse_pending,
 )
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
-from hyper_parallel.runtime.executor import scatter_from
+from hyper_parallel.runtime.rows import scatter_from
 
 __all__ = ["distribute_module", "distribute_tensor"]
 
@@ -67,7 +67,7 @@ def distribute_tensor(
     refuse_other_tensors(tensor, where)
     mesh = read_mesh(device_mesh, where)
     layout = Layout(mesh, read_placements(placements, mesh, where), tuple(tensor.shape))
-    refuse_integer_average(tensor.dtype, layout.placements, where)
+    refuse_pending(tensor.dtype, layout.placements, where)
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
         raise LayoutError(
             describe(

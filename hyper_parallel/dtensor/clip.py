@@ -12,11 +12,11 @@ import torch
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.interop import local_of, sharded_axes
-from hyper_parallel.dtensor.local_op import without_torch_function
+from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
-from hyper_parallel.runtime.executor import reduce
+from hyper_parallel.runtime.rows import reduce
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hyper_parallel.core import Layout
+from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.core.factor import BoundRule, bind
-from hyper_parallel.core.propagate import Decision, propagate
+from hyper_parallel.core.propagate import Decision, Weight, propagate
+from hyper_parallel.dtensor.local_forms import Addressed, Local, form_of
 from hyper_parallel.dtensor.signatures import BoundCall
 from hyper_parallel.errors import RuleError, describe
 from hyper_parallel.rules import Call, find, names, pointwise, rules_version
@@ -30,6 +31,7 @@ __all__ = [
     "decide",
     "gathered",
     "on_meta",
+    "spec_of",
     "strict_rules",
 ]
 
@@ -45,6 +47,8 @@ _READS = frozenset(
 _SHAPE_KEEPING = frozenset("layer_norm rms_norm softmax log_softmax".split())
 
 _warned: set[str] = set()
+# Why a call of an op did not fit its rule, for the warning.
+_misfits: dict[str, str] = {}
 _strict = threading.local()
 _MAX_SPECS = 4096
 _MISSING: Any = object()
@@ -58,8 +62,8 @@ class Spec:
     outputs: tuple[Layout, ...] | None  # None: results are whole, shapes as they come
     gradients: tuple[Layout, ...]
     divisors: tuple[int, ...] = ()
-    vocab_start: int | None = None  # embedding: the first row this rank holds
-    local_shape: tuple[int, ...] | None = None  # view-like: the result's local shape
+    local: Local | None = None  # None: the op runs on local tensors as it is called
+    has_empty: bool = False  # whether some rank's part of an operand or result has no elements
     random: bool = False  # draws random numbers; see [Note: random numbers] in random.py
 
 
@@ -149,7 +153,15 @@ def _decide(
 ) -> Spec | None:
     shapes = tuple(None if t is None else t._layout.shape for t in operands)
     bound = _bound_rule(name, shapes, static)
-    if bound is None or out_shapes is None or not _agree(bound, out_shapes):
+    if bound is None:
+        return None
+    if out_shapes is None:  # torch cannot tell without data, but the rule may
+        if any(None in shape for shape in bound.results):
+            return None
+        out_shapes = [tuple(size or 0 for size in shape) for shape in bound.results]
+    if not _agree(bound, out_shapes):
+        rule = [tuple(shape) for shape in bound.results]
+        _misfits[name] = f" ({bound.rule.text!r} gives results of {rule}, the op of {out_shapes})"
         return None
     present = [(i, t._layout) for i, t in enumerate(operands) if t is not None]
     mesh = present[0][1].mesh
@@ -164,38 +176,79 @@ def _decide(
         itemsizes=[1 if t is None else t.dtype.itemsize for t in operands],
         needs_grad=needs_grad,
     )
-    if decision.shifts and (name != "embedding" or dict(static).get("scale_grad_by_freq")):
-        return None
-    return _spec(bound, decision, present, out_shapes)
+    form = None
+    if decision.shifts or bound.rule.local:
+        form = form_of(name, static)
+        if form is None:
+            return None
+    return spec_of(form, decision, present, out_shapes, is_random=bound.rule.random)
 
 
-def _spec(
-    bound: BoundRule,
+def spec_of(
+    form: Callable[..., Any] | None,
     decision: Decision,
     present: list[tuple[int, Layout]],
     out_shapes: list[tuple[int, ...]],
+    *,
+    is_random: bool = False,
 ) -> Spec:
     """Write a decision down as layouts, with what this rank needs to know of its own part."""
     mesh: Any = present[0][1].mesh
-    inputs = tuple(layout.with_placements(decision.inputs[i] or ()) for i, layout in present)
+    inputs = {i: layout.with_placements(decision.inputs[i] or ()) for i, layout in present}
     outputs = tuple(
-        mesh.decisions.setdefault(layout := Layout(mesh, placements, shape), layout)
+        Layout.of(mesh, placements, shape)
         for placements, shape in zip(decision.outputs, out_shapes, strict=True)
     )
-    is_inside = mesh.get_coordinate() is not None
+    local = None
+    if (form or decision.weights) and mesh.get_coordinate() is not None:
+        rank = mesh.get_rank()
+        addressed = [
+            Addressed(s.dim, layout.slices(rank)[s.dim].start, layout.shape[s.dim])
+            for s in decision.shifts
+            for layout in (inputs[s.source],)
+        ]
+        local = Local(
+            form=form,
+            whole=outputs[0].shape,
+            shape=outputs[0].local_shape(rank),
+            addressed=tuple(addressed),
+            weights=_weights(decision.weights, inputs, len(outputs)),
+        )
     return Spec(
-        inputs=inputs,
+        inputs=tuple(inputs.values()),
         outputs=outputs,
         gradients=tuple(
             layout.with_placements(decision.gradients[i] or ()) for i, layout in present
         ),
         divisors=decision.divisors,
-        vocab_start=(
-            inputs[1].slices(mesh.get_rank())[0].start if decision.shifts and is_inside else None
-        ),
-        local_shape=outputs[0].local_shape(mesh.get_rank()) if bound.rule.local else None,
-        random=bound.rule.random,
+        local=local,
+        has_empty=any(map(_has_empty, (*inputs.values(), *outputs))),
+        random=is_random,
     )
+
+
+def _has_empty(layout: Layout) -> bool:
+    """Tell whether some rank's part has no elements: the last one's, as chunks are cut."""
+    return 0 in layout.local_shape(layout.mesh.ranks[-1])
+
+
+def _weights(
+    weights: Sequence[Weight], inputs: dict[int, Layout], num_results: int
+) -> tuple[float, ...]:
+    """Give each result's share: what the axes leave of the dim that is averaged over."""
+    if not weights:
+        return ()
+    shares = [1.0] * num_results
+    for weight in weights:
+        layout = inputs[weight.source]
+        mesh: Any = layout.mesh
+
+        def held(axes: int, of: Layout = layout, dim: int = weight.dim) -> int:
+            cut = (*of.placements[:axes], *[Replicate()] * (of.mesh.ndim - axes))
+            return of.with_placements(cut).local_shape(mesh.get_rank())[dim]  # noqa: B023
+
+        shares[weight.result] *= held(weight.axis + 1) / max(held(weight.axis), 1)
+    return tuple(shares)
 
 
 def _bound_rule(
@@ -204,7 +257,9 @@ def _bound_rule(
     """Bind the op's rule; None if the call has a form that the rule does not know."""
     try:
         return bind(find(name, Call(shapes, static)), shapes)
-    except RuleError:
+    except (RuleError, LookupError, TypeError, ValueError) as error:
+        # Other than RuleError: a form of the call that the rule's function does not expect.
+        _misfits[name] = f" ({error})" if isinstance(error, RuleError) else ""
         return None
 
 
@@ -259,6 +314,10 @@ def _global_results(
         results, _ = tree_flatten(on_meta(func, args, kwargs))
     except NotImplementedError:
         return None
+    except RuntimeError as error:
+        if "meta tensor" not in str(error):
+            raise
+        return None
     return [tuple(r.shape) for r in results if isinstance(r, torch.Tensor)]
 
 
@@ -268,8 +327,10 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     A call that torch refuses fails here, with torch's own text.
     """
     flat, tree = tree_flatten((args, kwargs))
+    # On meta tensors torch takes only this dtype, on others more.
+    only = torch.bfloat16 if getattr(func, "__name__", "") == "_grouped_mm" else None
     metas = [
-        torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
+        torch.empty(tuple(t.shape), dtype=only if t.ndim > 1 and only else t.dtype, device="meta")
         if isinstance(t, torch.Tensor)
         else t
         for t in flat
@@ -307,7 +368,11 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
         warnings.warn(
             f"DTensor op {name!r} has no sharding rule{' for this call' if has_rule else ''}: its"
             " operands are gathered on every rank."
-            + (" Move them first if that is too much." if has_rule else f" Teach it with {fix}."),
+            + (
+                f" Move them first if that is too much.{_misfits.get(name, '')}"
+                if has_rule
+                else f" Teach it with {fix}."
+            ),
             stacklevel=_frames_of_ours(),
         )
     whole = tuple(t._layout.replicated for t in tensors)

@@ -15,12 +15,11 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map
 
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import entries, inplace, lists, ops
-from hyper_parallel.dtensor.local_op import without_torch_function
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
@@ -36,6 +35,10 @@ _NATIVE = frozenset(
     " is_contiguous element_size is_floating_point is_complex is_signed is_tensor is_inference"
     " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
     " get_device register_post_accumulate_grad_hook __hash__".split()
+)
+# Of these, what a result that is still on its way cannot answer.
+_READING = frozenset(
+    "data_ptr untyped_storage storage_offset is_contiguous is_shared is_pinned is_set_to".split()
 )
 
 
@@ -76,9 +79,9 @@ def _route_of(func: Any) -> Route:
             return partial(_data, name)
         name = attribute if attribute in _OP_GETTERS else "__set__"
     if name in ("is_complex", "is_floating_point"):
-        return lambda cls, func, args, kwargs: func(args[0]._local)
+        return lambda cls, func, args, kwargs: getattr(args[0].dtype, name)
     if name in _NATIVE:
-        return _native
+        return _reading if name in _READING else _native
     if getattr(func, "__module__", "").startswith("torch.distributed."):
         return partial(_refuse_collective, name)
     special = _SPECIAL.get(func)
@@ -110,6 +113,13 @@ def _native(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Serve what torch answers itself, from the tensor that a DTensor is."""
     with without_torch_function():
         return func(*args, **kwargs)
+
+
+def _reading(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Serve what torch answers itself of a result that is there."""
+    if is_pending(args[0]):
+        settle(args[0])
+    return _native(cls, func, args, kwargs)
 
 
 def _said_otherwise(
@@ -157,10 +167,11 @@ def _data(
                 data=type(value).__name__,
             )
         )
+    own, given = tensor._local, value._local
     with without_torch_function():
         torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     # Not another object: a gradient is shown as a DTensor whose local part is the real gradient.
-    tensor._local.data = value._local
+    own.data = given
     tensor._layout = value._layout
     tensor._shown_grad = tensor._graph = tensor._parts = None
     return None
@@ -192,7 +203,7 @@ def _constant(cls: type[Any], tensor: Any, val: float) -> Any:
 
 # Calls that are another call, which has a rule.
 _SAID_OTHERWISE: dict[str, Callable[..., Any]] = {
-    "mT": lambda x: x.transpose(-2, -1),
+    "dim": lambda x: x.ndim,  # Tensor.ndimension
     "view_as": lambda x, other: x.view(other.shape),
     "reshape_as": lambda x, other: x.reshape(other.shape),
     "expand_as": lambda x, other: x.expand(other.shape),
@@ -207,6 +218,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.autograd.backward: entries.backward,
+    torch.Tensor.backward: lambda cls, tensor, *args, **kwargs: tensor.backward(*args, **kwargs),
     torch.autograd.grad: entries.grad,
     torch.nn.init.constant_: _constant,
 }
@@ -237,8 +249,7 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
             )
         )
     source = args[0]
-    local_args = tree_map(lambda x: x._local if isinstance(x, cls) else x, args)
-    result = func(*local_args, **kwargs)
+    result = func(*[x._local if isinstance(x, cls) else x for x in args], **kwargs)
     if not isinstance(result, torch.Tensor):
         return result
     layout = source._layout.cotangent if name == "ones_like" else source._layout

@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hyper_parallel.dtensor.local_op import (
-    graph_part,
-    plain_gradient,
-    without_torch_function,
-    wrap,
-)
+from hyper_parallel.dtensor.local_op import graph_part, plain_gradient, wrap
+from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
 __all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]
@@ -52,7 +48,13 @@ def _edge(cls: type[Any], tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return tensor
     with without_torch_function():
-        return get_gradient_edge(tensor._recorded if isinstance(tensor, cls) else tensor)  # type: ignore[attr-defined]
+        source = tensor._recorded if isinstance(tensor, cls) else tensor  # type: ignore[attr-defined]
+        node = source.grad_fn
+        if node is None:
+            return get_gradient_edge(source)
+        # The caller's tensor keeps the graph alive, so the edge needs no token of its own, which
+        # would be a view made through our dispatch.
+        return GradientEdge(node, source.output_nr)
 
 
 def _as_list(value: Any) -> list[Any]:

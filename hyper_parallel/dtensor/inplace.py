@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In-place ops on DTensors.
+"""In-place ops on DTensors, and `out=`.
 
-The target's layout is fixed, so the other operands come to it. An op that would have to move the
-target, lose a write to a view, or cannot be done on shards, is refused.
+The target's layout is fixed, so the other operands of an element-wise op come to it. Any other op
+runs as the op that is not in-place, and what it gives is copied into the target. An op that would
+change the target's shape or layout, or lose a write to a view, is refused.
 """
 
 from __future__ import annotations
@@ -13,21 +14,17 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout
+from hyper_parallel.dtensor import setitem
+from hyper_parallel.dtensor.decisions import on_meta
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.parameters import ALIASES
 from hyper_parallel.dtensor.random import FILLS, fill
 from hyper_parallel.errors import LayoutError, RuleError, describe
+from hyper_parallel.rules.pointwise import ELEMENTWISE
 
-__all__ = ["POINTWISE", "is_in_place", "refuse_gradient", "refuse_lost_write", "run"]
+__all__ = ["is_in_place", "is_pointwise", "refuse_gradient", "refuse_lost_write", "run"]
 
-# Element by element, so they may run on shards of one layout.
-POINTWISE = frozenset(
-    "abs add addcdiv addcmul ceil clamp clamp_min clamp_max clip copy cos cosh div divide"
-    " erf erfinv exp expm1 fill floor floor_divide fmod float_power frac lerp log log1p logical_and"
-    " logical_not logical_or masked_fill maximum minimum mul multiply nan_to_num neg negative pow"
-    " reciprocal relu remainder round rsqrt sigmoid sign sin sqrt square sub subtract tanh"
-    " true_divide trunc zero".split()
-)
 _OPERATORS = {
     "__iadd__": "add",
     "__isub__": "sub",
@@ -38,6 +35,10 @@ _OPERATORS = {
     "__imod__": "remainder",
     "__ipow__": "pow",
 }
+# These change what a tensor is, not its values.
+_RESHAPING = frozenset(
+    "as_strided rename resize resize_as set squeeze swapaxes swapdims t transpose unsqueeze".split()
+)
 # On a pending sum only these, with scalars or equal pending sums, keep their meaning.
 _LINEAR = frozenset("zero neg negative".split())
 _SCALING = frozenset("mul multiply div divide true_divide".split())
@@ -53,6 +54,11 @@ def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def is_pointwise(base: str) -> bool:
+    """Tell whether an op, named without its `_`, works element by element."""
+    return base in ("copy", "zero") or ALIASES.get(base, base) in ELEMENTWISE
+
+
 def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one in-place op on its target's local part, and give the target.
 
@@ -65,32 +71,19 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     """
     where = f"DTensor op {name!r}"
     target, others, named = _split_target(args, kwargs)
-    _refuse_target(cls, where, target)
+    for one in target if isinstance(target, (list, tuple)) else (target,):
+        _refuse_target(cls, where, one)
     base = _OPERATORS.get(name, name.rstrip("_"))
-    if base not in POINTWISE and base not in FILLS:
-        raise RuleError(
-            describe(
-                where,
-                "an in-place op on a DTensor must be pointwise, or a random fill",
-                "Use the op that is not in-place, or write to the local part with to_local()",
-                layout=target._layout,
-            )
-        )
+    operands = (*others, *named.values())
     if getattr(func, "__module__", "") != "torch.nn.init":  # which turns gradients off itself
-        refuse_gradient(where, [target, *others, *named.values()])
+        refuse_gradient(where, [target, *operands])
     if base in FILLS:
         fill(func, target, others, named)
         return target
-    operands = (*others, *named.values())
-    if target._layout.has_partial and not _allowed_on_pending(cls, base, target, operands):
-        raise RuleError(
-            describe(
-                where,
-                "the target must not be a pending reduction",
-                "Redistribute it to Replicate first",
-                layout=target._layout,
-            )
-        )
+    if name == "__setitem__":
+        return setitem.run(cls, target, *others)
+    if not is_pointwise(base) or not _runs_on_parts(cls, base, target, operands):
+        return _by_way_of_result(cls, func, name, args, kwargs)
     if target._layout.mesh.get_coordinate() is None:
         return target
     is_copy = base == "copy"
@@ -100,6 +93,62 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
         func(*local_others, **local_named, out=target._local)
     else:
         func(target._local, *local_others, **local_named)
+    return target
+
+
+def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: Sequence[Any]) -> bool:
+    """Tell whether an element-wise op may run on the target's local part."""
+    if not isinstance(target, cls):
+        return False  # several results
+    is_broadcast = any(isinstance(o, cls) and o.ndim and o.shape != target.shape for o in operands)  # type: ignore[attr-defined]
+    return not is_broadcast and (
+        not target._layout.has_partial or _allowed_on_pending(cls, base, target, operands)
+    )
+
+
+def _by_way_of_result(
+    cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the op that is not in-place, and copy what it gives into the target."""
+    target, others, named = _split_target(args, kwargs)
+    base = _OPERATORS.get(name, name.rstrip("_"))
+    plain = func if kwargs.get("out") is not None else getattr(torch.Tensor, base, None)
+    on_meta(func, args, kwargs)  # refuses what torch refuses, such as a wrong dtype
+    if base == "copy":
+        result: Any = others[0].expand(target.shape)
+    elif base == "fill":
+        result = torch.fill(target, *others, **named)
+    elif plain is None or base in _RESHAPING:
+        raise RuleError(
+            describe(
+                f"DTensor op {name!r}",
+                "an in-place op on a DTensor must keep its shape, and exist not in-place",
+                "Use another op, or write to the local part with to_local()",
+                layout=target._layout,
+            )
+        )
+    elif plain is func:
+        result = func(*others, **named)
+    else:
+        result = plain(target, *others, **named)
+    pairs = [(target, result)] if isinstance(target, cls) else zip(target, result, strict=True)
+    for written, value in pairs:
+        if value.shape != written.shape:
+            raise LayoutError(
+                describe(
+                    f"DTensor op {name!r}",
+                    f"the tensor that is written to must have the result's shape {value.shape}",
+                    "Pass one of that shape; a DTensor is not resized",
+                    shape=written.shape,
+                )
+            )
+        layout = written._layout
+        if layout.mesh.get_coordinate() is not None:
+            local, lies = (
+                getattr(value, "_local", value),
+                getattr(value, "_layout", layout.replicated),
+            )
+            written._local.copy_(move(local.detach(), lies, layout))
     return target
 
 
@@ -172,6 +221,8 @@ def _operand(cls: type[Any], where: str, target: Any, value: Any, is_copy: bool)
     layout: Layout = target._layout
     if isinstance(value, cls):
         own: Layout = value._layout  # type: ignore[attr-defined]
+        if own == layout:
+            return value._local  # type: ignore[attr-defined]
         _refuse_other_mesh(where, layout, own)
         if value.ndim == 0 or (layout.is_replicated and value.shape != target.shape):
             # Broadcast: every rank needs the whole of it.

@@ -43,8 +43,8 @@ class KnownCall:
     """How each tensor's gradient lies, if not in the cotangent layout."""
     places: tuple[int | str, ...] | None
     """The position or the name of each tensor; None: some are in lists."""
-    is_direct: bool
-    """Whether the local op is the op itself."""
+    is_view: bool
+    """Whether results may be views of operands."""
 
     def filled(
         self,
@@ -111,13 +111,15 @@ def _read(cls: type[Any], values: Sequence[Any], key: list[Any], tensors: list[A
     return True
 
 
-def remember(  # the call, and what was decided
+def remember(  # noqa: PLR0913  # the call, and what was decided
     raw: tuple[Any, list[Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
     name: str,
     spec: Spec,
     order: Sequence[int],
+    is_view: bool,
 ) -> None:
     """Keep a decision whose operand `i` is DTensor `order[i]` of the call.
 
@@ -141,5 +143,5 @@ def remember(  # the call, and what was decided
         moves=tuple(moves) if any(moves) else None,
         pending=tuple(pending),
         places=places if len(places) == len(tensors) else None,
-        is_direct=spec.local_shape is None and spec.vocab_start is None,
+        is_view=is_view,
     )

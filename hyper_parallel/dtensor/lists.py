@@ -10,12 +10,12 @@ import torch
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
-from hyper_parallel.dtensor.inplace import POINTWISE, refuse_gradient, refuse_lost_write
+from hyper_parallel.dtensor.inplace import is_pointwise, refuse_gradient, refuse_lost_write
 from hyper_parallel.dtensor.local_op import wrap
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.runtime import DeviceMesh
-from hyper_parallel.runtime.executor import reduce
+from hyper_parallel.runtime.rows import reduce
 
 __all__ = ["list_op"]
 
@@ -24,6 +24,8 @@ _FUSED = frozenset(
     "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
     " _amp_foreach_non_finite_check_and_unscale_".split()
 )
+# Reductions of each tensor.
+_ONE_BY_ONE = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
 
 
 def list_op(
@@ -37,6 +39,9 @@ def list_op(
     Raises:
         RuleError: not pointwise, or a pending reduction among the operands.
     """
+    if name in _ONE_BY_ONE:
+        one = _ONE_BY_ONE[name]
+        return tuple(one(tensor, *args[1:], **kwargs) for tensor in args[0])
     where = f"DTensor op {name!r}"
     first: list[Any] = args[0]
     layouts = _layouts_of(cls, first)
@@ -74,7 +79,7 @@ def _layouts_of(cls: type[Any], values: Sequence[Any]) -> list[Layout | None]:
 
 def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
     base = name.removeprefix("_foreach_").rstrip("_")
-    if name not in _FUSED and base not in POINTWISE:
+    if name not in _FUSED and not is_pointwise(base):
         raise RuleError(
             describe(
                 where,

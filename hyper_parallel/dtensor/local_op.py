@@ -23,11 +23,19 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.decisions import Spec
-from hyper_parallel.dtensor.moves import Redistribute, move, refuse_create_graph
+from hyper_parallel.dtensor.moves import (
+    PLAIN,
+    How,
+    Redistribute,
+    move,
+    moved,
+    refuse_create_graph,
+)
+from hyper_parallel.dtensor.pending import without_torch_function
 
 __all__ = [
     "apply",
@@ -39,16 +47,13 @@ __all__ = [
     "plain_gradient",
     "redistributed",
     "without_dispatch",
-    "without_torch_function",
     "wrap",
     "wrap_results",
 ]
 
 LocalCall = Callable[[Sequence[torch.Tensor]], Any]
 
-# Inside this context torch's own methods see a DTensor as the plain tensor it is made of.
-without_torch_function = torch._C.DisableTorchFunctionSubclass
-# And inside this one, torch's kernels, too.
+# Inside this context torch's kernels see a DTensor as the plain tensor it is made of.
 without_dispatch = torch._C._DisableTorchDispatch
 _Plain = torch.Tensor
 _make_subclass = torch.Tensor._make_subclass
@@ -98,15 +103,28 @@ def apply(cls: type[Any], call: LocalCall, spec: Spec, tensors: Sequence[Any]) -
             None if lies == t._layout.cotangent else lies
             for t, lies in zip(tensors, spec.gradients, strict=True)
         ]
-        result = call(graph_parts(tensors, pending))
-    else:
-        result = call([t._local for t in tensors])
-    return wrap_results(cls, result, spec)
+        parts = graph_parts(tensors, pending)
+        return wrap_results(cls, call(parts), spec, parts)
+    return wrap_results(cls, call([t._local for t in tensors]), spec)
 
 
-def wrap_results(cls: type[Any], result: Any, spec: Spec) -> Any:
-    """Make DTensors of an op's local results."""
+def wrap_results(
+    cls: type[Any], result: Any, spec: Spec, parts: Sequence[torch.Tensor] = ()
+) -> Any:
+    """Make DTensors of an op's local results.
+
+    Args:
+        cls: the DTensor class.
+        result: what the op gave.
+        spec: the decision.
+        parts: the local operands, if the op was recorded.
+
+    Returns:
+        The results, tensors as DTensors.
+    """
     outputs = spec.outputs
+    if parts and spec.has_empty:
+        result = tree_map(lambda value: _tied(value, parts), result)
     if type(result) is _Plain and outputs is not None:
         return wrap(cls, result, outputs[0], spec.divisors[0] if spec.divisors else 1)
     flat, tree = tree_flatten(result)
@@ -165,10 +183,14 @@ def expect_wrapped(tensor: Any) -> None:
         torch.Tensor.grad_fn.__get__(tensor).register_prehook(unwrap)  # type: ignore[attr-defined]
 
 
-def redistributed(tensor: Any, layout: Layout) -> Any:
-    """Move a DTensor; the move gives DTensors as gradients."""
-    expect_wrapped(tensor)
-    return Redistribute.apply(tensor, layout)
+def redistributed(tensor: Any, layout: Layout, how: How = PLAIN) -> Any:
+    """Move a DTensor to another layout."""
+    if needs_grad((tensor,)):
+        expect_wrapped(tensor)  # a move that is not waited for gives such a gradient
+        return Redistribute.apply(tensor, layout, how)
+    local, dtype = tensor._local, how.forward_dtype
+    local = local if dtype is None else local.to(dtype)
+    return moved(type(tensor), local, tensor._layout, layout, how.async_op)
 
 
 def plain_gradient(grad: Any, target: Layout) -> torch.Tensor:
@@ -287,6 +309,33 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad, None, None
+
+
+def _tied(out: Any, parts: Sequence[torch.Tensor]) -> Any:
+    """Let a result depend on all operands, also where a part without elements does not.
+
+    The moves of their gradients need every rank.
+    """
+    if not isinstance(out, _Plain) or not (out.is_floating_point() or out.is_complex()):
+        return out
+    return _Tied.apply(out, *parts)
+
+
+class _Tied(torch.autograd.Function):
+    """A result, from which each operand gets a gradient of zeros beside its own."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = [(part.shape, part.dtype) for part in parts]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        zeros = [
+            grad.new_zeros(shape, dtype=dtype) if need else None
+            for (shape, dtype), need in zip(ctx.shapes, ctx.needs_input_grad[1:], strict=True)
+        ]
+        return grad, *zeros
 
 
 class _Share(torch.autograd.Function):

@@ -7,16 +7,44 @@ becomes Replicate), so the adjoint of a move from A to B is the move from B's co
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hyper_parallel.core import Layout, Partial, plan
+from hyper_parallel.dtensor.pending import pending, without_torch_function
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh, execute
-from hyper_parallel.runtime.executor import gather_dim, reduce
+from hyper_parallel.runtime.executor import launch
+from hyper_parallel.runtime.rows import gather_dim, reduce
 
-__all__ = ["FromLocal", "Redistribute", "ToLocal", "move", "refuse_create_graph"]
+__all__ = [
+    "PLAIN",
+    "FromLocal",
+    "How",
+    "Redistribute",
+    "ToLocal",
+    "move",
+    "moved",
+    "refuse_create_graph",
+]
+
+
+class How(NamedTuple):
+    """The options of a redistribution.
+
+    Args:
+        forward_dtype: what the value travels as, and stays; None: its own.
+        backward_dtype: what the gradient travels as; None: the value's own.
+        async_op: whether the last collective stays in flight.
+    """
+
+    forward_dtype: torch.dtype | None = None
+    backward_dtype: torch.dtype | None = None
+    async_op: bool = False
+
+
+PLAIN = How()
 
 
 def move(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
@@ -24,6 +52,24 @@ def move(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     if src is dst:
         return local
     return execute(plan(src, dst), local, _mesh(dst))
+
+
+def moved(
+    cls: type[Any],
+    local: torch.Tensor,
+    src: Layout,
+    dst: Layout,
+    async_op: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Run plan(src, dst), cast, and wrap; see [Note: pending results] in pending.py."""
+    dtype = dtype or local.dtype
+    if async_op and src is not dst:
+        work = launch(plan(src, dst), local, _mesh(dst))
+        if work is not None:
+            return pending(cls, work, dst, dtype=dtype, device=local.device)
+    local = move(local, src, dst)
+    return cls(local if local.dtype == dtype else local.to(dtype), dst)
 
 
 def _mesh(layout: Layout) -> DeviceMesh:
@@ -55,6 +101,12 @@ def _arrived(ctx: Any, grad: torch.Tensor, declared: Layout) -> tuple[torch.Tens
     return grad, declared
 
 
+def _is_leaf(tensor: Any) -> bool:
+    """Read it without a round through `__torch_function__`."""
+    with without_torch_function():
+        return tensor.is_leaf
+
+
 def _leaves(ctx: Any, local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Hand a gradient on: plain to a leaf, as a DTensor to other nodes."""
     return local if ctx.to_leaf else ctx.cls(local, layout)
@@ -64,19 +116,28 @@ class Redistribute(torch.autograd.Function):
     """Move a DTensor to another layout of the same global tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, dst: Layout) -> Any:
+    def forward(ctx: Any, tensor: Any, dst: Layout, how: How = PLAIN) -> Any:
         """Run plan(src, dst) on the local tensor."""
-        ctx.cls, ctx.src, ctx.dst, ctx.to_leaf = type(tensor), tensor._layout, dst, tensor.is_leaf
+        local = tensor._local
+        ctx.cls, ctx.src, ctx.dst = type(tensor), tensor._layout, dst
         ctx.takes_plain = True
-        return ctx.cls(move(tensor._local, ctx.src, dst), dst)
+        ctx.to_leaf, ctx.how, ctx.dtype = _is_leaf(tensor), how, local.dtype
+        if how.forward_dtype is not None:
+            local = local.to(how.forward_dtype)
+        return moved(ctx.cls, local, ctx.src, dst, how.async_op)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Run the plan between the cotangent layouts, back."""
         refuse_create_graph("DTensor.redistribute")
         local, layout = _arrived(ctx, grad, ctx.dst.cotangent)
-        target = ctx.src.cotangent
-        return _leaves(ctx, move(local, layout, target), target), None
+        target, dtype = ctx.src.cotangent, ctx.how.backward_dtype or ctx.dtype
+        if local.dtype != dtype:
+            local = local.to(dtype)
+        if ctx.to_leaf:
+            local = move(local, layout, target)
+            return local if local.dtype == ctx.dtype else local.to(ctx.dtype), None, None
+        return moved(ctx.cls, local, layout, target, ctx.how.async_op, ctx.dtype), None, None
 
 
 class FromLocal(torch.autograd.Function):
@@ -127,7 +188,7 @@ class ToLocal(torch.autograd.Function):
                 )
             )
         ctx.cls, ctx.layout, ctx.grad_layout = type(tensor), layout, grad_layout
-        ctx.to_leaf = tensor.is_leaf
+        ctx.to_leaf = _is_leaf(tensor)
         return tensor._local.detach()
 
     @staticmethod
@@ -138,17 +199,6 @@ class ToLocal(torch.autograd.Function):
         if ctx.grad_layout is None:
             count = _average_count(ctx.layout)
             return _leaves(ctx, grad * count if count > 1 else grad, target), None
-        wanted = ctx.grad_layout.local_shape(_mesh(target).get_rank())
-        if tuple(grad.shape) != wanted:
-            raise LayoutError(
-                describe(
-                    "DTensor.to_local",
-                    f"the gradient's local shape must be {wanted}, as grad_placements say",
-                    "Pass the grad_placements the local gradients really have",
-                    shape=tuple(grad.shape),
-                    grad_placements=ctx.grad_layout.placements,
-                )
-            )
         if ctx.to_leaf:
             return move(grad, ctx.grad_layout, target), None
         return ctx.cls(grad, ctx.grad_layout), None

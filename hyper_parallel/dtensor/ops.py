@@ -16,25 +16,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.dtensor import inplace
+from hyper_parallel.dtensor.composed import composed
 from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.known import KnownCall, read_call, remember
 from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
-from hyper_parallel.dtensor.masked import masked_embedding
 from hyper_parallel.dtensor.random import agree, own_draw
-from hyper_parallel.dtensor.signatures import bind_call, op_name
+from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.errors import LayoutError, describe
 
 __all__ = ["run"]
 
 _VIEWS = frozenset(
-    "t mT H mH transpose permute movedim view reshape flatten unflatten ravel squeeze unsqueeze"
-    " expand broadcast_to narrow select slice split chunk unbind tensor_split hsplit vsplit dsplit"
-    " diagonal unfold real imag as_strided detach".split()
+    "t mT mH transpose permute movedim view reshape flatten unflatten squeeze unsqueeze"
+    " expand narrow select slice split chunk unbind tensor_split hsplit vsplit dsplit __getitem__"
+    " diagonal linalg_diagonal unfold real imag as_strided detach view_as_real view_as_complex"
+    " atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid".split()
 )
+# These copy where the local part has no view of this kind.
 _MAY_COPY = frozenset("view reshape flatten unflatten".split())
 # Views that are not contiguous, though their local part may be.
-_SCATTERING = _VIEWS - _MAY_COPY - frozenset("detach squeeze unsqueeze ravel".split())
+_SCATTERING = _VIEWS - _MAY_COPY - frozenset("detach squeeze unsqueeze".split())
 
 
 def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,6 +69,9 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("out") is not None:
         return inplace.run(cls, func, func.__name__.partition(".")[0], args, kwargs)
     name = op_name(func)
+    made = composed(name, func, args, kwargs)
+    if made is not NotImplemented:
+        return made
     if kwargs.get("requires_grad"):  # of torch.zeros_like and the like
         rest = {key: value for key, value in kwargs.items() if key != "requires_grad"}
         return run(cls, func, args, rest).detach().requires_grad_()
@@ -96,8 +101,13 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         for slot, local in zip(slots, locals_, strict=True):
             leaves[slot] = local
         call_args, call_kwargs = tree_unflatten(leaves, tree)
-        return _local_call(name, func, spec, call_args, call_kwargs)
+        if spec.local is not None:
+            return spec.local.run(func, call_args, call_kwargs)
+        return func(*call_args, **call_kwargs)
 
+    is_view = name in _VIEWS and _has_no_positions(bound)
+    if name in ("batch_norm", "instance_norm"):
+        _refuse_moved_statistics(name, by_name(name, args, kwargs), tensors, moved)
     if tensors[0]._layout.mesh.get_coordinate() is None:
         result = _outside(cls, name, _whole_result(func, args, kwargs), spec, moved)
     elif spec.random:
@@ -106,13 +116,14 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         result = apply(cls, call, spec, moved)
         if raw is not None:
             order = [written.index(slot) for slot in slots]
-            remember(raw, args, kwargs, name, spec, order)
+            remember(raw, args, kwargs, name=name, spec=spec, order=order, is_view=is_view)
     else:
         with _Watch(name, tensors, moved):
             result = apply(cls, call, spec, moved)
-    if name in _VIEWS or not has_rule:
-        _mark_copies(cls, name, tensors, moved, result)
-    if name in _SCATTERING or tensors[0]._is_scattered:
+    if is_view or not has_rule:
+        is_made = spec.local is not None and bool(spec.local.addressed)
+        _mark_copies(cls, is_view, is_made, tensors, moved, result)
+    if (is_view and name in _SCATTERING) or tensors[0]._is_scattered:
         result = _own_memory(cls, name, tensors[0], result)
     return result
 
@@ -135,14 +146,15 @@ def _run_known(  # noqa: PLR0913  # the call, as it was given
         ]
     parts = graph_parts(moved, known.pending) if is_recorded else [t._local for t in moved]
     local_args, local_kwargs = known.filled(cls, args, kwargs, parts)
-    if known.is_direct:
+    if spec.local is None:
         result = func(*local_args, **local_kwargs)
     else:
-        result = _local_call(name, func, spec, local_args, local_kwargs)
-    result = wrap_results(cls, result, spec)
-    if name in _VIEWS:
-        _mark_copies(cls, name, given, moved, result)
-    if given[0]._is_scattered or name in _SCATTERING:
+        result = spec.local.run(func, tuple(local_args), local_kwargs)
+    result = wrap_results(cls, result, spec, parts if is_recorded else ())
+    if known.is_view:
+        is_made = spec.local is not None and bool(spec.local.addressed)
+        _mark_copies(cls, True, is_made, given, moved, result)
+    if given[0]._is_scattered or (known.is_view and name in _SCATTERING):
         result = _own_memory(cls, name, given[0], result)
     return result
 
@@ -162,20 +174,6 @@ def _order(flat: list[Any], slots: list[int], operands: list[Any]) -> list[int] 
         left.remove(slot)
         ordered.append(slot)
     return ordered
-
-
-def _local_call(
-    name: str, func: Any, spec: Spec, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    if spec.local_shape is not None:
-        local = args[0] if args else next(iter(kwargs.values()))
-        return (
-            local.expand(spec.local_shape) if name == "expand" else local.reshape(spec.local_shape)
-        )
-    if spec.vocab_start is not None:
-        vocab = spec.inputs[1].shape[0]
-        return masked_embedding(args[0], args[1], spec.vocab_start, vocab, *args[2:], **kwargs)
-    return func(*args, **kwargs)
 
 
 def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
@@ -296,22 +294,44 @@ def _whole_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return None
 
 
+def _has_no_positions(bound: BoundCall) -> bool:
+    """Tell whether an index holds no positions or masks, with which indexing copies."""
+    index = dict(bound.static).get("index") if len(bound.static) == 1 else None
+    copies = ("tensor", "other", "list")
+    entries = index if isinstance(index, tuple) else ()
+    return not any((e[0] if isinstance(e, tuple) else e) in copies for e in entries)
+
+
 def _mark_copies(
-    cls: type[Any], name: str, given: Sequence[Any], moved: Sequence[Any], result: Any
+    cls: type[Any],
+    is_view: bool,
+    is_made: bool,
+    given: Sequence[Any],
+    moved: Sequence[Any],
+    result: Any,
 ) -> None:
-    """Mark results that are views of a copy; see [Note: lost writes]."""
+    """Mark results that are views of a copy; see [Note: lost writes].
+
+    Args:
+        cls: the DTensor class.
+        is_view: whether the op gives views.
+        is_made: whether only some ranks have what it views, so that all results are marked.
+        given: the operands.
+        moved: the operands where the op needed them.
+        result: what the op gave.
+    """
     copies = {
         _storage(now._local)
         for was, now in zip(given, moved, strict=True)
         if now is not was or was._write_is_lost
     }
-    owners = {_storage(t._local) for t in given} if name in _MAY_COPY else None
+    owners = {_storage(t._local) for t in given} if is_view else None
     if not copies and owners is None:
         return
     for value in tree_flatten(result)[0]:
         if isinstance(value, cls):
             at = _storage(value._local)  # type: ignore[attr-defined]
-            if at in copies or (owners is not None and at not in owners):
+            if is_made or at in copies or (owners is not None and at not in owners):
                 value._write_is_lost = True  # type: ignore[attr-defined]
 
 
@@ -336,10 +356,7 @@ def _storage(local: torch.Tensor) -> int:
 
 def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
     """Refuse options that write into an operand, or whose gradient is not dense."""
-    writes = ("inplace", "max_norm", "sparse")
-    if name in ("batch_norm", "instance_norm"):  # they update running statistics
-        writes = ("training", "use_input_stats")
-    for option in writes:
+    for option in ("inplace", "max_norm", "sparse"):
         if kwargs.get(option):
             raise LayoutError(
                 describe(
@@ -347,6 +364,24 @@ def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
                     f"{option} is not supported on DTensors",
                     f"Leave {option} out",
                     **{option: kwargs[option]},
+                )
+            )
+
+
+def _refuse_moved_statistics(
+    name: str, given: dict[str, Any], tensors: Sequence[Any], moved: Sequence[Any]
+) -> None:
+    """Refuse to update running statistics that lie elsewhere than the op needs them."""
+    statistics = [given.get("running_mean"), given.get("running_var")]
+    updates = given.get("training", given.get("use_input_stats", name == "instance_norm"))
+    for was, now in zip(tensors, moved, strict=True):
+        if updates and now is not was and any(was is one for one in statistics):
+            raise LayoutError(
+                describe(
+                    f"DTensor op {name!r}",
+                    f"running statistics must be {now._layout.placements} to be updated",
+                    "Redistribute them, or leave them out",
+                    layout=was._layout,
                 )
             )
 

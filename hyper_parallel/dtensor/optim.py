@@ -19,8 +19,9 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from hyper_parallel.dtensor.interop import is_torch_dtensor
-from hyper_parallel.dtensor.local_op import without_dispatch, without_torch_function
+from hyper_parallel.dtensor.local_op import without_dispatch
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import LayoutError, describe
 

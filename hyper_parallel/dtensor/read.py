@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what users pass: meshes and placements, torch's own included, and local tensors."""
+"""Read what users pass: meshes, placements and dtypes, torch's own included."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
-from hyper_parallel.core.placement import REDUCE_OPS, normalize
+from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh, backend_for, current_mesh
 from hyper_parallel.runtime.refusals import integer_average
 
 __all__ = [
     "is_torch_dtensor",
-    "layout_of_local",
     "one_axis_mesh",
+    "read_explicit_mesh",
     "read_mesh",
     "read_placement",
     "read_placements",
-    "refuse_integer_average",
+    "refuse_casts",
     "refuse_other_tensors",
+    "refuse_pending",
 ]
 
 
@@ -83,6 +84,25 @@ def read_mesh(mesh: Any, where: str) -> DeviceMesh:
     )
 
 
+def read_explicit_mesh(mesh: Any, where: str, layout: Layout) -> DeviceMesh:
+    """Read a mesh that has no default; `layout` is that of the tensor, to say in the error.
+
+    Raises:
+        LayoutError: None, or placements in its place.
+    """
+    if mesh is None or isinstance(mesh, (list, tuple)):
+        raise LayoutError(
+            describe(
+                where,
+                "device_mesh must be given",
+                f"Pass the mesh first: redistribute(device_mesh, placements); this tensor is"
+                f" on {layout.mesh!r}",
+                device_mesh=mesh,
+            )
+        )
+    return read_mesh(mesh, where)
+
+
 def one_axis_mesh(mesh: Any, where: str) -> DeviceMesh:
     """Read a mesh that must have one axis.
 
@@ -137,7 +157,7 @@ def read_placements(placements: Any, mesh: DeviceMesh, where: str) -> tuple[Plac
     """
     if placements is None:
         return (Replicate(),) * mesh.ndim
-    if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
+    if not isinstance(placements, (list, tuple, Sequence)) or len(placements) != mesh.ndim:
         raise LayoutError(
             describe(
                 where,
@@ -146,43 +166,51 @@ def read_placements(placements: Any, mesh: DeviceMesh, where: str) -> tuple[Plac
                 placements=placements,
             )
         )
-    return tuple(read_placement(placement, where) for placement in placements)
+    return tuple([p if isinstance(p, Placement) else read_placement(p, where) for p in placements])
 
 
-def layout_of_local(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: Sequence[int] | None,
-    run_check: bool,
-) -> Layout:
-    """Give the layout in which `local` is this rank's part, checking that it is.
+def refuse_casts(dtypes: tuple[Any, Any], layouts: tuple[Layout, Layout], where: str) -> None:
+    """Refuse dtypes that a value and its gradient cannot be cast to on the way between layouts.
 
     Raises:
-        LayoutError: the local shape does not fit, or an average of integers is asked for.
+        LayoutError: not a dtype, a gradient of integers, or a reduction that the dtype has not.
     """
-    where = "DTensor.from_local"
-    refuse_other_tensors(local, where)
-    refuse_integer_average(local.dtype, placements, where)
-    if shape is not None and not all(isinstance(size, int) for size in _sequence(shape)):
+    for name, dtype in zip(("forward_dtype", "backward_dtype"), dtypes, strict=True):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            text = describe(where, f"{name} must be a torch.dtype", "Pass one", **{name: dtype})
+            raise LayoutError(text)
+    forward, backward = dtypes
+    if forward is not None:
+        refuse_pending(forward, [p for at in layouts for p in at.placements], where)
+    if backward is not None and not (backward.is_floating_point or backward.is_complex):
         raise LayoutError(
             describe(
-                where, "shape must be a sequence of ints", "Pass the global shape", shape=shape
+                where,
+                "a gradient is of floating point or complex numbers",
+                "Pass such a backward_dtype",
+                backward_dtype=backward,
             )
         )
-    if shape is None:
-        shape = _even_shape(local, mesh, placements)
-        layout = Layout(mesh, placements, shape)
-    else:
-        layout = Layout(mesh, placements, tuple(shape))
-    if mesh.get_coordinate() is None:
-        return layout
-    got, expected = tuple(local.shape), layout.local_shape(mesh.get_rank())
-    if run_check:
-        _check_everywhere(mesh, layout, got)
-    if got != expected:
-        raise LayoutError(_misfit(layout, mesh.get_rank(), got, expected))
-    return layout
+
+
+def refuse_pending(dtype: torch.dtype, placements: Sequence[Placement], where: str) -> None:
+    """Refuse a pending reduction that the dtype does not have, before anything is pending.
+
+    Raises:
+        LayoutError: an average of integers, or an extreme of complex numbers.
+    """
+    if dtype.is_floating_point:
+        return
+    refuse_integer_average(dtype, placements, where)
+    if dtype.is_complex and any(p.is_partial("max") or p.is_partial("min") for p in placements):
+        raise LayoutError(
+            describe(
+                where,
+                "Partial('max') and Partial('min') need numbers that have an order",
+                "Reduce abs() or view_as_real() of the tensor",
+                dtype=dtype,
+            )
+        )
 
 
 def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], where: str) -> None:
@@ -191,46 +219,3 @@ def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], 
         p.is_partial("avg") for p in placements
     ):
         raise integer_average(where, dtype)
-
-
-def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, Sequence) else ("",)
-
-
-def _even_shape(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[int, ...]:
-    sizes = list(local.shape)
-    normal = normalize(placements, local.ndim, where="DTensor.from_local")
-    for axis, placement in enumerate(normal):
-        if placement.cut_dim is not None:
-            sizes[placement.cut_dim] *= mesh.shape[axis]
-    return tuple(sizes)
-
-
-def _check_everywhere(mesh: DeviceMesh, layout: Layout, got: tuple[int, ...]) -> None:
-    """Compare all ranks' local shapes along each axis, so that all ranks refuse alike."""
-    for axis in range(mesh.ndim):
-        comm = mesh.communicator(axis)
-        ndims = comm.all_gather_ints([len(got)])
-        if len(set(ndims)) != 1:
-            raise LayoutError(
-                describe(
-                    "DTensor.from_local",
-                    "every rank's local tensor must have the same number of dims",
-                    "Pass parts of one global tensor",
-                    ndim_by_rank=dict(zip(comm.ranks, (n for (n,) in ndims), strict=True)),
-                )
-            )
-        for rank, shape in zip(comm.ranks, comm.all_gather_ints(got), strict=True):
-            if shape != layout.local_shape(rank):
-                raise LayoutError(_misfit(layout, rank, shape, layout.local_shape(rank)))
-
-
-def _misfit(layout: Layout, rank: int, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    return describe(
-        "DTensor.from_local",
-        f"the local shape on rank {rank} must be {expected} for {layout!r}",
-        "Pass shape= with the global shape; shards must have torch.chunk's sizes",
-        local_shape=got,
-    )

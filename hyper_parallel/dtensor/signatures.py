@@ -1,107 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a torch function is called in the rule tables, and the names of its parameters.
+"""What a torch call is to a rule: the op's name, operands, and static arguments by name.
 
-Torch's builtins have no Python signature, so positional arguments are named from this table. A
-name with `*` is an operand (a tensor, a list of tensors, or a scalar in its place), `dim...` takes
-all remaining positional arguments.
+Torch's builtins have no Python signature, so positional arguments are named from the table in
+parameters.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-__all__ = ["BoundCall", "bind_call", "op_name"]
+from hyper_parallel.dtensor.parameters import ALIASES, COPIES, PARAMETERS, PREFIXES
 
-_TABLE = """
-linear: input* weight* bias*
-matmul mm bmm mv dot outer: input* other*
-addmm baddbmm: input* batch1* batch2*
-layer_norm: input* normalized_shape weight* bias* eps
-rms_norm: input* normalized_shape weight* eps
-softmax log_softmax: input* dim _stacklevel dtype
-sum mean amax amin prod logsumexp argmax argmin: input* dim keepdim
-var std: input* dim unbiased keepdim
-vector_norm: input* ord dim keepdim
-cumsum cumprod: input* dim
-topk: input* k dim largest sorted
-sort argsort: input* dim descending
-unbind: input* dim
-narrow: input* dim start length
-select: input* dim index
-flip: input* dims...
-roll: input* shifts dims
-index_select: input* dim index*
-gather: input* dim index*
-transpose: input* dim0 dim1
-t: input*
-permute: input* dims...
-view reshape: input* shape...
-expand: input* sizes...
-flatten: input* start_dim end_dim
-unflatten: input* dim sizes
-unsqueeze squeeze: input* dim
-cat stack: tensors* dim
-split: input* split_size dim
-chunk: input* chunks dim
-embedding: input* weight* padding_idx max_norm norm_type scale_grad_by_freq sparse
-scaled_dot_product_attention: query* key* value* attn_mask* dropout_p is_causal scale enable_gqa
-cross_entropy nll_loss: input* target* weight* size_average ignore_index reduce reduction
-where: condition* input* other*
-lerp: input* end* weight*
-addcmul addcdiv: input* tensor1* tensor2*
-add sub mul maximum minimum eq ne lt le gt ge fmod remainder: input* other*
-logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor: input* other*
-atan2 floor_divide: input* other*
-div: input* other* rounding_mode
-pow: input* exponent*
-masked_fill: input* mask* value
-dropout alpha_dropout dropout1d dropout2d dropout3d: input* p training inplace
-clamp: input* min max
-gelu: input* approximate
-elu leaky_relu hardtanh softplus: input* first second third
-"""
-
-_ALIASES = {
-    "__eq__": "eq",
-    "__ne__": "ne",
-    "__lt__": "lt",
-    "__le__": "le",
-    "__gt__": "gt",
-    "__ge__": "ge",
-    "__and__": "bitwise_and",
-    "__or__": "bitwise_or",
-    "__xor__": "bitwise_xor",
-    "__invert__": "bitwise_not",
-    "__rsub__": "sub",
-    "__rmul__": "mul",
-    "__radd__": "add",
-    "__rdiv__": "reciprocal",
-    "__rtruediv__": "reciprocal",
-    "__rpow__": "exp2",
-    "__matmul__": "matmul",
-    "__floordiv__": "floor_divide",
-    "__rfloordiv__": "floor_divide",
-    "__mod__": "remainder",
-    "__rmod__": "remainder",
-    "rsub": "sub",
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
-    "negative": "neg",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "log_sigmoid": "logsigmoid",
-    "linalg_vector_norm": "vector_norm",
-    "concat": "cat",
-    "concatenate": "cat",
-    "type": "to",
-    "T": "t",
-}
+__all__ = ["BoundCall", "Parameter", "bind_call", "by_name", "op_name"]
 
 # Names that torch takes from NumPy, besides its own.
 _RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
@@ -117,13 +32,41 @@ _CASTS: dict[str, torch.dtype] = {
     "char": torch.int8,
     "byte": torch.uint8,
     "bool": torch.bool,
+    "cfloat": torch.complex64,
+    "cdouble": torch.complex128,
+    "chalf": torch.complex32,
 }
 
-_SIGNATURES: dict[str, tuple[str, ...]] = {
-    name: tuple(params.split())
-    for names, params in (line.split(":") for line in _TABLE.strip().splitlines())
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of an op; see parameters.py."""
+
+    names: tuple[str, ...]
+    is_operand: bool
+    is_static_too: bool
+    """Whether it is a static argument where it is no tensor."""
+    takes_rest: bool
+
+
+def _read(text: str) -> Parameter:
+    plain = text.removesuffix("...")
+    return Parameter(
+        names=tuple(plain.rstrip("*?").split("|")),
+        is_operand=plain[-1] in "*?",
+        is_static_too=plain.endswith("?"),
+        takes_rest=text.endswith("..."),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Parameter, ...]] = {
+    name: tuple(map(_read, parameters.split()))
+    for names, parameters in (
+        line.split(":") for line in PARAMETERS.strip().replace("\n    ", " ").splitlines()
+    )
     for name in names.split()
 }
+_ONE = (Parameter(("input",), True, False, False),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +79,75 @@ class BoundCall:
     """The other arguments by name, hashable."""
 
 
+@lru_cache(maxsize=4096)
+def _is_device_type(name: str) -> bool:
+    """Tell whether a method moves to a device, such as Tensor.cpu."""
+    if not hasattr(torch.Tensor, name) or name.startswith("_"):
+        return False
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
+
+
 def op_name(func: Any) -> str:
     """Give the rule-table name of a torch function or method."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]  # torch.ops.aten.mul.Scalar
     if name == "__get__":
         name = getattr(func.__self__, "__name__", name)
-    if name in _CASTS:
+    if name in _CASTS or _is_device_type(name):
         return "to"
-    return _ALIASES.get(name, name)
+    if name == "unfold" and getattr(func, "__module__", "") == "torch.nn.functional":
+        return "im2col"  # Tensor.unfold is another op
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    base = name.removesuffix("_copy")
+    name = base if base in COPIES else name
+    return ALIASES.get(name, name)
+
+
+def _arguments(
+    params: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Parameter, Any]]:
+    """Pair the parameters that a call gives with their arguments."""
+    for i, param in enumerate(params):
+        if i < len(args):
+            yield param, _spread(args[i:]) if param.takes_rest else args[i]
+            continue
+        for name in param.names:
+            if name in kwargs:
+                yield param, kwargs[name]
+
+
+def _renamed(params: Sequence[Parameter], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace names from NumPy, unless the op has them itself."""
+    if not kwargs or _RENAMED.keys().isdisjoint(kwargs):
+        return kwargs
+    known = {name for param in params for name in param.names}
+    return {k if k in known else _RENAMED.get(k, k): value for k, value in kwargs.items()}
+
+
+def by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a call's arguments by the names in the table; those of an unknown op as they come.
+
+    Args:
+        name: the op's name from `op_name`.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        What the call gives; parameters that it leaves out are absent.
+    """
+    params = _SIGNATURES.get(name, _ONE)
+    kwargs = _renamed(params, kwargs)
+    known = {other for param in params for other in param.names}
+    found = {key: value for key, value in kwargs.items() if key not in known}
+    found.update({param.names[0]: value for param, value in _arguments(params, args, kwargs)})
+    return found
 
 
 def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
-    """Name a call's arguments.
+    """Tell a call's operands from its static arguments.
 
     Args:
         name: the op's name from `op_name`.
@@ -161,39 +161,50 @@ def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
     params = _SIGNATURES.get(name)
     if params is None and name != "to":
         return _bind_unnamed(args, kwargs)
-    params = params or ("input*",)
-    if kwargs and not _RENAMED.keys().isdisjoint(kwargs):
-        kwargs = {_RENAMED.get(key, key): value for key, value in kwargs.items()}
+    params = params or _ONE
+    kwargs = _renamed(params, kwargs)
+    known = {other for param in params for other in param.names}
+    static = {k: _hashable(v) for k, v in kwargs.items() if k not in known and k != "self"}
+    if not params[-1].takes_rest:
+        static.update({f"arg{i}": _hashable(v) for i, v in enumerate(args[len(params) :])})
     operands: list[Any] = []
-    static: dict[str, Any] = {}
-    given: dict[str, Any] = {}
-    for i, param in enumerate(params):
-        if param.endswith("..."):
-            given[param] = _spread(args[i:]) if len(args) > i else kwargs.get(param[:-3])
-        elif i < len(args):
-            given[param] = args[i]
-        elif (plain := param.rstrip("*")) in kwargs:
-            given[param] = kwargs[plain]
-    for i, value in enumerate(args[len(params) :]):
-        if not params[-1].endswith("..."):
-            static[f"arg{i}"] = _hashable(value)
-    known = {param.rstrip("*.") for param in params}
-    static.update({k: _hashable(v) for k, v in kwargs.items() if k not in known and k != "self"})
-    for param, value in given.items():
-        if not param.endswith("*"):
-            static[param.rstrip(".")] = _hashable(value)
+    for param, value in _arguments(params, args, kwargs):
+        is_tensor = isinstance(value, torch.Tensor)
+        if not param.is_operand or (param.is_static_too and not is_tensor):
+            static[param.names[0]] = _hashable(value)
         elif isinstance(value, (list, tuple)):
             operands.extend(value)
-        elif isinstance(value, torch.Tensor):
-            operands.append(value)
         elif value is not None:
-            operands.append(None)
-    if name in ("flip", "roll"):  # their rules know one dim
-        dims = static.pop("dims", ())
-        static["dim"] = dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims
+            operands.append(value if is_tensor else None)
+    if name == "__getitem__":
+        static["index"] = _index(args[1], operands)
+    if name == "index_put":
+        static["has_mask"] = any(
+            t.dtype in (torch.bool, torch.uint8) for t in operands[1:-1] if t is not None
+        )
     if name == "to":
-        static["is_floating"] = _is_floating_cast(func, args, kwargs)
+        static["is_linear"] = _is_linear_cast(func, args, kwargs)
     return BoundCall(tuple(operands), tuple(sorted(static.items())))
+
+
+def _index(index: Any, operands: list[Any]) -> tuple[Any, ...]:
+    """Write an index as the rule reads it, and add its tensors to the operands."""
+    entries: list[Any] = []
+    for entry in index if isinstance(index, tuple) else (index,):
+        if entry is Ellipsis:
+            entries.append("...")
+        elif isinstance(entry, slice):
+            entries.append(("slice", entry.start, entry.stop, entry.step))
+        elif isinstance(entry, torch.Tensor) and entry.dtype in (torch.int64, torch.int32):
+            operands.append(entry)
+            entries.append("tensor")
+        elif isinstance(entry, list) and entry and all(type(one) is int for one in entry):
+            entries.append(("list", len(entry)))
+        elif entry is None or type(entry) is int:
+            entries.append(entry)
+        else:
+            entries.append("other")
+    return tuple(entries)
 
 
 def _bind_unnamed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
@@ -212,7 +223,8 @@ def _bind_unnamed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
 
 def _spread(values: Sequence[Any]) -> Any:
     """Read `f(x, 2, 3)` and `f(x, (2, 3))` alike."""
-    return values[0] if len(values) == 1 and not isinstance(values[0], int) else tuple(values)
+    is_one = len(values) == 1 and isinstance(values[0], (list, tuple))
+    return values[0] if is_one else tuple(values)
 
 
 def _hashable(value: Any) -> Any:
@@ -223,11 +235,15 @@ def _hashable(value: Any) -> Any:
     return value
 
 
-def _is_floating_cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_linear_cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a sum of casts is the cast of the sum: to floating and no fewer bytes."""
     named = _CASTS.get(getattr(func, "__name__", ""))
     targets = [named, *args[1:], *kwargs.values()]
     if func.__name__ == "type" and any(isinstance(t, str) for t in targets):
         return False  # the name of a type: not worth reading
     dtypes = [t if isinstance(t, torch.dtype) else None for t in targets]
     dtypes += [t.dtype for t in targets if isinstance(t, torch.Tensor)]
-    return all(d is None or d.is_floating_point or d.is_complex for d in dtypes)
+    size = getattr(args[0], "dtype", torch.float64).itemsize if args else 8
+    return all(
+        d is None or ((d.is_floating_point or d.is_complex) and d.itemsize >= size) for d in dtypes
+    )

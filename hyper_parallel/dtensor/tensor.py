@@ -29,15 +29,17 @@ from hyper_parallel.core import (
     StridedShard,
 )
 from hyper_parallel.dtensor import dispatch, entries
-from hyper_parallel.dtensor.local_op import (
-    expect_wrapped,
-    graph_part,
-    needs_grad,
-    redistributed,
-    without_torch_function,
+from hyper_parallel.dtensor.declare import layout_of_gradient, layout_of_local
+from hyper_parallel.dtensor.local_op import expect_wrapped, graph_part, needs_grad, redistributed
+from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, ToLocal, move
+from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
+from hyper_parallel.dtensor.read import (
+    read_explicit_mesh,
+    read_mesh,
+    read_placements,
+    refuse_casts,
+    refuse_pending,
 )
-from hyper_parallel.dtensor.moves import FromLocal, ToLocal, move
-from hyper_parallel.dtensor.read import layout_of_local, read_mesh, read_placements
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.mesh import restore_mesh
@@ -88,18 +90,22 @@ class DTensor(torch.Tensor):
             local = local.detach()
         self = torch.Tensor._make_subclass(cls, local, requires_grad)
         self._local = local
-        # One object for equal layouts of a mesh, so that comparing them is quick.
-        self._layout = layout.mesh.decisions.setdefault(layout, layout)  # type: ignore[attr-defined]
+        if not layout.order:  # one object for equal layouts, so that comparing them is quick
+            layout = Layout.of(layout.mesh, layout.placements, layout.shape)
+        self._layout = layout
         return self
 
     def __init__(self, local: torch.Tensor, layout: Layout, *, requires_grad: bool = False):
         del local, layout, requires_grad
 
     def __getattr__(self, name: str) -> Any:
-        # Only a name that is missing is asked for here: the local part of a recorded result.
+        # Only a name that is missing is asked for here: the local part of a recorded result, or of
+        # one that is on its way; see [Note: pending results] in pending.py.
         if name == "_local" and self._graph is not None:
             self._local = local = self._graph.detach()
             return local
+        if name == "_local" and is_pending(self):
+            return settle(self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------ moves
@@ -121,7 +127,9 @@ class DTensor(torch.Tensor):
             local_tensor: this rank's part; any shape and dtype. Storage is shared.
             device_mesh: the mesh; default the one of the enclosing `with mesh:` block.
             placements: one per mesh axis; default Replicate on each.
-            run_check: compare every rank's local shape with the layout; all ranks refuse alike.
+            run_check: compare what the ranks declare (placements, dtype, shapes) and, along
+                Replicate axes, that they hold equal values (a NaN equals a NaN). All ranks refuse
+                alike; nothing is overwritten.
             shape: the global shape; needed when shards are uneven. Default: local size times
                 the number of ranks on each sharded dim.
             stride: accepted as torch has it; the global tensor is always contiguous.
@@ -132,13 +140,15 @@ class DTensor(torch.Tensor):
             The DTensor.
 
         Communicates:
-            Forward: nothing (`run_check`: one exchange of a few integers per axis).
+            Forward: nothing (`run_check`: two exchanges of a few integers per axis; values are
+            compared by a fingerprint).
             Backward: the move from the gradient's layout to the cotangent layout; for a
             pending max or min two all-reduces, for a pending product one all-gather.
 
         Raises:
-            LayoutError: the local shape does not fit `shape` and `placements`, or an average of
-                integers is asked for.
+            LayoutError: the local shape does not fit `shape` and `placements`, or
+                `grad_placements` not the local shape; an average of integers is asked for; or
+                `run_check` finds a rank that differs.
 
         Example:
             >>> import torch
@@ -165,9 +175,7 @@ class DTensor(torch.Tensor):
         layout = layout_of_local(
             local_tensor, mesh, read_placements(placements, mesh, where), shape, run_check
         )
-        grad_layout = None
-        if grad_placements is not None:
-            grad_layout = layout.with_placements(read_placements(grad_placements, mesh, where))
+        grad_layout = layout_of_gradient(layout, grad_placements, where)
         return FromLocal.apply(DTensor, local_tensor, layout, grad_layout)  # type: ignore[return-value]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -186,19 +194,15 @@ class DTensor(torch.Tensor):
             reaches a leaf or a gradient of another layout.
 
         Raises:
-            LayoutError: a pending max, min or product that needs a gradient.
+            LayoutError: a pending max, min or product that needs a gradient, or grad_placements
+                of parts of another shape.
         """
         if not needs_grad((self,)):
             return self._local
-        grad_layout = None
         if grad_placements is None and not self._layout.has_partial:
             part = graph_part(self)
             return part.view_as(part)
-        if grad_placements is not None:
-            mesh = self.device_mesh
-            grad_layout = self._layout.with_placements(
-                read_placements(grad_placements, mesh, "DTensor.to_local")
-            )
+        grad_layout = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
         expect_wrapped(self)
         return ToLocal.apply(self, grad_layout)  # type: ignore[return-value]
 
@@ -208,6 +212,8 @@ class DTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """Move to other placements of the same global tensor.
 
@@ -215,36 +221,53 @@ class DTensor(torch.Tensor):
             device_mesh: the mesh, always given.
             placements: one per mesh axis; no Partial unless the tensor has it there already
                 or it can be made locally.
-            async_op: accepted as torch has it; the result is always ready.
+            async_op: return while the last collective is in flight, in backward too. The result
+                waits at the first use of what it holds; its shape and layout can be asked before.
+                A gradient that reaches a leaf is waited for.
+            forward_dtype: cast this rank's part before anything is sent; the result stays in it.
+            backward_dtype: cast the gradient before anything is sent back; it arrives in the
+                tensor's dtype. Default: it travels in the tensor's dtype.
 
         Returns:
-            The DTensor in the new layout; `self` if it is there already.
+            The DTensor in the new layout; `self` if it is there already, in `forward_dtype`.
 
         Communicates:
             Forward: the steps of `plan(layout, new layout)`. Backward: the steps between the
             cotangent layouts, back.
 
         Raises:
-            LayoutError: no mesh, or placements that do not fit.
+            LayoutError: no mesh, placements that do not fit, a reduction that the dtype has not
+                (an average of integers), or a dtype that is none.
             PlanError: another mesh than the tensor's.
+
+        Example:
+            >>> import torch
+            >>> from hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
+            >>> from hyper_parallel import simulate
+            >>> @simulate(2)
+            ... def gathered():
+            ...     mesh = init_device_mesh("cpu", (2,))
+            ...     rows = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+            ...     whole = rows.redistribute(mesh, [Replicate()], async_op=True)
+            ...     other = rows.to_local() + 1  # runs while the all-gather does
+            ...     return whole.to_local().tolist(), other.tolist()
+            >>> gathered()[0]
+            ([0.0, 1.0, 2.0, 3.0], [1.0, 2.0])
         """
-        del async_op
-        where = "DTensor.redistribute"
-        if device_mesh is None or isinstance(device_mesh, (list, tuple)):
-            raise LayoutError(
-                describe(
-                    where,
-                    "device_mesh must be given",
-                    f"Pass the mesh first: redistribute(device_mesh, placements); this tensor is"
-                    f" on {self.device_mesh!r}",
-                    device_mesh=device_mesh,
-                )
-            )
-        mesh = read_mesh(device_mesh, where)
-        dst = Layout(mesh, read_placements(placements, mesh, where), self._layout.shape)
-        if dst == self._layout:
+        where, layout = "DTensor.redistribute", self._layout
+        if not isinstance(device_mesh, DeviceMesh):
+            device_mesh = read_explicit_mesh(device_mesh, where, layout)
+        placements = read_placements(placements, device_mesh, where)
+        dst = Layout.of(device_mesh, placements, layout.shape)
+        how = PLAIN
+        if async_op or forward_dtype is not None or backward_dtype is not None:
+            how = How(forward_dtype, backward_dtype, async_op)
+            refuse_casts((forward_dtype, backward_dtype), (layout, dst), where)
+        if dst == layout and (how is PLAIN or {how[0], how[1]} <= {None, self.dtype}):
             return self
-        return redistributed(self, dst)
+        if dst.has_partial:
+            refuse_pending(forward_dtype or self.dtype, dst.placements, where)
+        return redistributed(self, dst, how)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Gather the global tensor on every rank, as a plain tensor.
@@ -385,21 +408,7 @@ class DTensor(torch.Tensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Add the gradients of this tensor to the leaves' `grad`, as torch's backward does.
-
-        Args:
-            gradient: the gradient of this tensor, a DTensor in any layout; default one, for a
-                tensor of one element.
-            retain_graph: keep the graph for another backward.
-            create_graph: record the backward pass, too.
-            inputs: the tensors whose gradients are wanted; default every leaf.
-
-        Communicates:
-            What moves gradients to where they are wanted.
-
-        Raises:
-            LayoutError: a plain gradient of a tensor that is not replicated.
-        """
+        """Compute the gradients of the graph's leaves, as torch.Tensor.backward does."""
         entries.backward(DTensor, [self], [gradient], retain_graph, create_graph, None, inputs)
 
     def retain_grad(self) -> None:

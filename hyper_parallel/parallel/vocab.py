@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from hyper_parallel.dtensor.moves import refuse_create_graph
 from hyper_parallel.errors import describe
 from hyper_parallel.runtime import DeviceMesh
-from hyper_parallel.runtime.executor import reduce
+from hyper_parallel.runtime.rows import reduce
 
 __all__ = [
     "ClassIndices",

@@ -5,13 +5,25 @@ from __future__ import annotations
 
 from hyper_parallel.core.rule import OpRule
 from hyper_parallel.errors import RuleError, describe, near_names
-from hyper_parallel.rules import index, matmul, norm, pointwise, reduce, shape
+from hyper_parallel.rules import (
+    index,
+    join,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    npu,
+    pointwise,
+    reduce,
+    shape,
+    vision,
+)
 from hyper_parallel.rules.call import Call, Rule
 
 __all__ = ["Call", "Rule", "find", "lookup", "names", "register", "rules_version"]
 
-_TABLES = (pointwise.RULES, matmul.RULES, norm.RULES, reduce.RULES, shape.RULES, index.RULES)
-_RULES: dict[str, Rule] = {name: rule for table in _TABLES for name, rule in table.items()}
+_ROOMS = (pointwise, matmul, norm, loss, reduce, shape, join, index, vision, linalg, npu)
+_RULES: dict[str, Rule] = {name: rule for room in _ROOMS for name, rule in room.RULES.items()}
 _version = [0]
 
 

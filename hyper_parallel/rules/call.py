@@ -8,7 +8,7 @@ an operand that is absent (no bias) is left out, and a list of tensors is spread
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import cast
@@ -16,7 +16,7 @@ from typing import cast
 from hyper_parallel.core.rule import OpRule
 from hyper_parallel.errors import RuleError, describe
 
-__all__ = ["Call", "Rule", "letters", "spec"]
+__all__ = ["Call", "Rule", "aligned", "letters", "reduced", "refuse", "spec"]
 
 Argument = bool | int | float | str | None | tuple["Argument", ...]
 
@@ -67,15 +67,15 @@ class Call:
             raise RuleError(describe("Call", f"{name} must be an int", fix, **{name: value}))
         return value
 
-    def numbers(self, name: str) -> tuple[int, ...] | None:
-        """Give a static argument that is an int or a sequence of ints; None where left out.
+    def numbers(self, name: str, default: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+        """Give a static argument that is an int or a sequence of ints; `default` where left out.
 
         Raises:
             RuleError: it is something else.
         """
         value = self.get(name)
-        if value is None:
-            return None
+        if value is None or isinstance(value, bool):  # var(x, unbiased) has no dim
+            return default
         values = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(entry, int) for entry in values):
             fix = "Pass ints"
@@ -96,14 +96,30 @@ class Call:
         Raises:
             RuleError: it is out of range.
         """
-        ndim = len(self.shape) + extra
+        ndim = max(len(self.shape) + extra, 1)  # torch takes 0 and -1 for a tensor of 0 dims
         if not -ndim <= dim < ndim:
             must = f"dim must be in [{-ndim}, {ndim})"
             raise RuleError(describe("Call", must, "Pass a dim the tensor has", dim=dim))
         return dim % ndim
 
+    def dims(self, name: str = "dim", default: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Give dims of the first operand, made non-negative; all of them where left out or empty.
+
+        Raises:
+            RuleError: one is no int or out of range.
+        """
+        given = self.numbers(name, default)
+        if not given:
+            return tuple(range(len(self.shape)))
+        return tuple(self.normalize(dim) for dim in given) if self.shape else ()
+
 
 Rule = OpRule | Callable[[Call], OpRule]
+
+
+def refuse(where: str, must: str, **found: object) -> RuleError:
+    """Make the error of a call that a rule does not describe; it then runs on gathered operands."""
+    return RuleError(describe(where, must, "Move the operands first", **found))
 
 
 def letters(count: int) -> list[str]:
@@ -125,3 +141,26 @@ def spec(count: int, whole: tuple[int, ...] = ()) -> list[str]:
     """
     names = iter(letters(count))
     return ["_" if dim in whole else next(names) for dim in range(count)]
+
+
+def aligned(names: Sequence[str], shape: Sequence[int], full: Sequence[int]) -> str:
+    """Name the dims of an operand that broadcasts to `full`; a broadcast dim is `1`.
+
+    Example:
+        >>> aligned(["m", "n"], (1, 4), (6, 4)), aligned(["m", "n"], (4,), (6, 4))
+        ('1 n', 'n')
+    """
+    missing = len(full) - len(shape)
+    sizes = zip(names[missing:], shape, full[missing:], strict=True)
+    return " ".join("1" if size == 1 != whole else name for name, size, whole in sizes)
+
+
+def reduced(names: Sequence[str], dims: Sequence[int], keepdim: bool) -> str:
+    """Name the dims that are left when some are reduced.
+
+    Example:
+        >>> reduced(["a", "b"], (0,), True), reduced(["a", "b"], (0,), False)
+        ('1 b', 'b')
+    """
+    kept = ["1" if dim in dims else name for dim, name in enumerate(names)]
+    return " ".join(n for dim, n in enumerate(kept) if keepdim or dim not in dims)

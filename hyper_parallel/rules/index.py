@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of look-ups: values of one operand are positions in a dim of another.
+"""Rules of look-ups and of writes by position: values of one operand are positions in a dim.
 
-Where that dim is cut the decision carries a `Shift`: the local op subtracts the rank's start and
-gives zero for positions that other ranks hold, so the results are a pending sum.
+Where that dim is cut the decision carries a `Shift`: the local op subtracts the rank's start. A
+look-up gives zero for positions that other ranks hold, so its results are a pending sum; a write
+leaves them out. Where the positions are cut instead, every rank looks up or adds its own.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, letters
+from hyper_parallel.rules.call import Call, Rule, letters, refuse, spec
 
 __all__ = ["RULES"]
 
@@ -18,24 +21,125 @@ def index_select(call: Call) -> OpRule:
     dim = call.dim("dim", 0)
     names = letters(len(call.shape))
     result = [*names[:dim], "i0", *names[dim + 1 :]]
-    text = f"{' '.join(names)}, i0 -> {' '.join(result)}"
+    index = "i0" if call.shapes[1] else ""
+    text = f"{' '.join(names)}, {index} -> {' '.join(result if index else result_of_one(result))}"
     return parse_rule(text, index={names[dim]: 1}, linear=(0,))
+
+
+def result_of_one(names: list[str]) -> list[str]:
+    """Give the dims where one position, a tensor of 0 dims, selects a dim of size 1."""
+    return ["_" if name == "i0" else name for name in names]
 
 
 def gather(call: Call) -> OpRule:
     """Take one element of dim `dim` per position; other dims are cut only where sizes agree."""
-    dim = call.dim("dim", 0)
-    source, positions = letters(len(call.shape)), letters(len(call.shape))
-    for other, (have, want) in enumerate(zip(call.shape, call.shapes[1] or (), strict=True)):
-        if other != dim and have != want:
-            source[other] = positions[other] = "_"
+    names, positions, dim = _paired(call, 1)
+    text = f"{' '.join(names)}, {' '.join(positions)} -> {' '.join(positions)}"
+    return parse_rule(text, index={names[dim]: 1}, linear=(0,))
+
+
+def _paired(call: Call, *others: int) -> tuple[list[str], list[str], int]:
+    """Name the dims of the first operand, and of operands of positions beside it; give `dim`."""
+    if call.get("dim") is None:
+        raise refuse("gather", "dim must be given")
+    dim = call.dim("dim")
+    names = letters(len(call.shape))
+    positions = list(names)
+    if not names:
+        raise refuse("gather", "the operand must have a dim", shape=call.shape)
+    for other in others:
+        shape = call.shapes[other] or ()
+        if len(shape) != len(names):
+            raise refuse("gather", "all operands must have as many dims", shapes=call.shapes)
+        for i, size in enumerate(shape):
+            if size != call.shape[i] and i != dim:
+                names[i] = positions[i] = "_"
     positions[dim] = "i0"
-    text = f"{' '.join(source)}, {' '.join(positions)} -> {' '.join(positions)}"
-    return parse_rule(text, index={source[dim]: 1}, linear=(0,))
+    return names, positions, dim
+
+
+def scatter(is_added: bool, call: Call) -> OpRule:
+    """Write or add one element of `src` (a tensor or a number) per position in dim `dim`.
+
+    Additions may be cut by position, too: then they are a pending sum.
+    """
+    names, positions, dim = _paired(call, 1)
+    if not is_added and call.get("reduce") is not None:
+        raise refuse("scatter", "reduce must be left out")
+    source = call.shapes[2] if len(call.shapes) > 2 else None
+    if source is not None and source != call.shapes[1]:
+        return _whole(call)  # only a part of src is read
+    if not is_added:
+        positions[dim] = "_"
+    target, index = " ".join(names), " ".join(positions)
+    if source is None:
+        text = f"{target}, {index}{', ' * (len(call.shapes) > 2)} -> {target}"
+        return parse_rule(text, index={names[dim]: 1})
+    text = f"{target} + {index}, {index} -> {target}"
+    return parse_rule(text, index={names[dim]: 1}, linear=(0, 2))
+
+
+def scatter_reduce(call: Call) -> OpRule:
+    """Combine one element of `src` per position with dim `dim`; sums are additions."""
+    if call.get("reduce") == "sum" and call.flag("include_self", True):
+        return scatter(True, call)
+    rule = scatter(False, Call(call.shapes, tuple(a for a in call.args if a[0] != "reduce")))
+    return parse_rule(rule.text.replace("+", ","), index=dict(rule.index))
+
+
+def _whole(call: Call) -> OpRule:
+    dims = [" ".join(["_"] * len(shape or ())) for shape in call.shapes]
+    return parse_rule(f"{', '.join(dims)} -> {dims[0]}")
+
+
+def index_write(kind: str, call: Call) -> OpRule:
+    """Write, add or fill whole rows `index` of dim `dim`."""
+    dim, names = call.dim("dim"), letters(len(call.shape))
+    if not call.shape or not call.shapes[1]:
+        return _whole(call)
+    row = "i0" if kind == "add" else "_"
+    target, source = " ".join(names), " ".join([*names[:dim], row, *names[dim + 1 :]])
+    address = {names[dim]: 1}
+    value = call.shapes[2] if len(call.shapes) > 2 else None
+    if kind == "fill" or value is None:
+        text = f"{target}, {row}{', ' * (len(call.shapes) > 2)} -> {target}"
+        return parse_rule(text, index=address)
+    if kind == "reduce":
+        return parse_rule(f"{target}, {row}, {source} -> {target}", index=address)
+    return parse_rule(f"{target} + {row}, {source} -> {target}", index=address, linear=(0, 2))
+
+
+def select(call: Call) -> OpRule:
+    """Take position `index` of dim `dim`; where that dim is cut, its owner gives it."""
+    dim, names = call.dim("dim", 0), letters(len(call.shape))
+    result = " ".join(name for i, name in enumerate(names) if i != dim)
+    return parse_rule(f"{' '.join(names)} -> {result}", index={names[dim]: -1}, linear=True)
+
+
+def take(call: Call) -> OpRule:
+    """Take elements of the flattened, whole operand."""
+    whole = " ".join(["_"] * len(call.shape))
+    names = " ".join(spec(len(call.shapes[1] or ())))
+    return parse_rule(f"{whole}, {names} -> {names}", linear=(0,))
+
+
+def isin(call: Call) -> OpRule:
+    """Look elements up in whole test elements."""
+    first, second = (len(shape or ()) for shape in call.shapes)
+    names, whole = " ".join(letters(first)), " ".join(["_"] * second)
+    return parse_rule(f"{names}, {whole} -> {names}")
 
 
 RULES: dict[str, Rule] = {
     "embedding": parse_rule("..., v h -> ... h", index={"v": 0}, linear=(1,)),
     "index_select": index_select,
     "gather": gather,
+    "take_along_dim": gather,
+    "scatter": partial(scatter, False),
+    "scatter_add": partial(scatter, True),
+    "scatter_reduce": scatter_reduce,
+    **{f"index_{kind}": partial(index_write, kind) for kind in ("add", "copy", "fill", "reduce")},
+    "select": select,
+    "take": take,
+    "isin": isin,
 }

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, spec
+from hyper_parallel.rules.call import Call, Rule, aligned, refuse, spec
 
 __all__ = ["RULES"]
 
@@ -17,10 +19,42 @@ def over_last_dims(call: Call) -> OpRule:
     return parse_rule(f"... {whole}{affine} -> ... {whole}")
 
 
-def over_dim(call: Call) -> OpRule:
+def over_dim(default: int, call: Call) -> OpRule:
     """Mix one dim (`dim`) and keep the shape."""
-    dims = " ".join(spec(len(call.shape), (call.dim("dim", -1),)))
+    dims = " ".join(spec(len(call.shape), (call.dim("dim", default),)))
     return parse_rule(f"{dims} -> {dims}")
+
+
+def group_norm(call: Call) -> OpRule:
+    """Normalise groups of channels (dim 1): batch and groups may be cut.
+
+    The number of groups is rewritten per rank (`local`).
+    """
+    groups, channels = call.number("num_groups"), call.shape[1]
+    if groups < 1 or channels % groups:
+        raise refuse("group_norm", "groups must divide the channels", num_groups=groups)
+    rest = " ".join(["_"] * (len(call.shape) - 2))
+    grouped = f"(g={groups} _={channels // groups})"
+    affine = f", {grouped}" * (len(call.shapes) - 1)
+    text = f"n {grouped} {rest}{affine} -> n {grouped} {rest}"
+    return parse_rule(text, local=("num_groups",))
+
+
+def batch_norm(call: Call) -> OpRule:
+    """Normalise each channel (dim 1); in training over everything else, which is then whole."""
+    return _by_channel(call, call.flag("training"), call.flag("training"))
+
+
+def instance_norm(call: Call) -> OpRule:
+    """Normalise each channel (dim 1) of each sample; running statistics need the whole batch."""
+    by_input = call.flag("use_input_stats", True)
+    return _by_channel(call, by_input and len(call.shapes) in (3, 5), by_input)
+
+
+def _by_channel(call: Call, whole_batch: bool, whole_rest: bool) -> OpRule:
+    rest = ["_" if whole_rest else f"d{i}" for i in range(len(call.shape) - 2)]
+    text = " ".join(["_" if whole_batch else "n", "c", *rest])
+    return parse_rule(f"{text}{', c' * (len(call.shapes) - 1)} -> {text}", empty=False)
 
 
 def attention(call: Call) -> OpRule:
@@ -37,43 +71,21 @@ def attention(call: Call) -> OpRule:
     lead, query_lead = " ".join(lead_names), " ".join(query_names)
     text = f"{query_lead} {rows} _, {lead} _ _, {lead} _ e"
     if len(call.shapes) == 4:
-        text += ", " + _mask(call.shapes[3] or (), query, [*query_names, rows, "_"])
+        names = [*query_names, rows, "_"]
+        text += f", {aligned(names, call.shapes[3] or (), (*query[:-1], key[-2]))}"
     text += f" -> {query_lead} {rows} e"
     is_random = bool(call.get("dropout_p", 0.0))
     return parse_rule(text, linear=() if is_random else (2,), random=is_random)
 
 
-def _mask(mask: tuple[int, ...], query: tuple[int, ...], dims: list[str]) -> str:
-    """Name the dims of a mask, which broadcasts to `[..., query rows, key rows]`."""
-    missing = len(query) - len(mask)
-    sizes = zip(dims[missing:], mask, query[missing:], strict=True)
-    return " ".join(
-        "1" if size == 1 != full and name != "_" else name for name, size, full in sizes
-    )
-
-
-def cross_entropy(call: Call) -> OpRule:
-    """Cross entropy over classes (dim 1): everything else may be cut, unless it is a mean.
-
-    The mean divides by a number of targets that depends on their values, so it is computed whole.
-    """
-    ndim = len(call.shape)
-    class_dim = 1 if ndim > 1 else 0
-    reduction = call.get("reduction", "mean")
-    names = ["_"] * ndim if reduction == "mean" else spec(ndim, (class_dim,))
-    kept = [name for dim, name in enumerate(names) if dim != class_dim]
-    target = names if call.shapes[1] == call.shape else kept
-    weight = ", _" * (len(call.shapes) - 2)
-    result = kept if reduction == "none" else []
-    return parse_rule(f"{' '.join(names)}, {' '.join(target)}{weight} -> {' '.join(result)}")
-
-
 RULES: dict[str, Rule] = {
     "layer_norm": over_last_dims,
     "rms_norm": over_last_dims,
-    "softmax": over_dim,
-    "log_softmax": over_dim,
+    "group_norm": group_norm,
+    "batch_norm": batch_norm,
+    "instance_norm": instance_norm,
+    "local_response_norm": parse_rule("n _ ... -> n _ ..."),
+    **dict.fromkeys("softmax log_softmax softmin _safe_softmax".split(), partial(over_dim, -1)),
+    "normalize": partial(over_dim, 1),
     "scaled_dot_product_attention": attention,
-    "cross_entropy": cross_entropy,
-    "nll_loss": cross_entropy,
 }

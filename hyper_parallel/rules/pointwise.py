@@ -10,19 +10,27 @@ from __future__ import annotations
 from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.rules.call import Call, Rule
 
-__all__ = ["RULES"]
+__all__ = ["ELEMENTWISE", "RULES"]
 
-_UNARY = parse_rule("... -> ...")
-_UNARY_LINEAR = parse_rule("... -> ...", linear=True)
+_LINEAR = parse_rule("... -> ...", linear=True)
 _RANDOM = parse_rule("... -> ...", random=True)
 _SUM = parse_rule("... + ... -> ...", linear=True)
-_BINARY = parse_rule("..., ... -> ...")
-_TERNARY = parse_rule("..., ..., ... -> ...")
+
+
+def together(call: Call) -> OpRule:
+    """Broadcast any number of operands."""
+    return parse_rule(f"{', '.join(['...'] * len(call.shapes))} -> ...")
+
+
+def spread(call: Call) -> OpRule:
+    """Give every operand, broadcast."""
+    operands = ", ".join(["..."] * len(call.shapes))
+    return parse_rule(f"{operands} -> {operands}")
 
 
 def cast(call: Call) -> OpRule:
-    """Cast: linear, unless the result is an integer or bool (`is_floating` is False)."""
-    return _UNARY_LINEAR if call.flag("is_floating", True) else _UNARY
+    """Cast: linear, unless the result is not floating or of fewer bytes (`is_linear` is False)."""
+    return _LINEAR if call.flag("is_linear", True) else together(call)
 
 
 def div(call: Call) -> OpRule:
@@ -33,7 +41,7 @@ def div(call: Call) -> OpRule:
 
 def dropout(call: Call) -> OpRule:
     """Dropout: random only while training."""
-    return _RANDOM if call.flag("training", True) and call.get("p", 0.5) else _UNARY_LINEAR
+    return _RANDOM if call.flag("training", True) and call.get("p", 0.5) else _LINEAR
 
 
 def dropout_of_channels(call: Call) -> OpRule:
@@ -43,25 +51,64 @@ def dropout_of_channels(call: Call) -> OpRule:
     return parse_rule(f"n c{rest} -> n c{rest}", random=is_random, linear=not is_random)
 
 
-_UNARY_NAMES = (
-    "abs exp exp2 expm1 log log1p log2 sqrt rsqrt reciprocal square sin cos erf sign floor ceil"
-    " round sigmoid tanh relu relu6 gelu silu elu leaky_relu softplus hardtanh logsigmoid clamp"
-    " isnan isinf isfinite logical_not bitwise_not nan_to_num ones_like full_like"
+def one_hot(call: Call) -> OpRule:
+    """Spread positions over a new dim of `num_classes`."""
+    classes = call.number("num_classes", -1)
+    return parse_rule(f"... -> ... _={classes}" if classes > 0 else "... -> ... _")
+
+
+def prelu(call: Call) -> OpRule:
+    """Leaky unit with one slope, or a slope for each channel (dim 1)."""
+    slopes, ndim = call.shapes[1] or (), len(call.shape)
+    if slopes in ((), (1,)) or ndim < 2:
+        return parse_rule("..., _ -> ..." if slopes else "..., -> ...")
+    rest = " ".join(f"d{i}" for i in range(ndim - 2))
+    return parse_rule(f"n c {rest}, c -> n c {rest}")
+
+
+_TOGETHER = (
+    # of one operand
+    "abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc erfinv"
+    " exp exp2 expm1 floor frac full_like i0 isfinite isinf isnan isneginf isposinf isreal lgamma"
+    " log log10 log1p log2 logical_not logit mvlgamma nan_to_num ones_like polygamma"
+    " reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc"
+    # torch.special
+    " airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr"
+    " modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 ndtr ndtri"
+    " scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0"
+    # torch.nn.functional
+    " celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6"
+    " selu silu softplus softshrink softsign tanhshrink threshold"
+    # of several operands
+    " atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor clamp"
+    " clamp_max clamp_min copysign eq fill float_power floor_divide fmax fmin fmod gcd ge gt"
+    " heaviside hypot igamma igammac isclose lcm le logaddexp logaddexp2 logical_and logical_or"
+    " logical_xor lt masked_fill maximum minimum ne nextafter pow remainder xlog1py xlogy zeta"
+    " chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w"
+    " hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p"
+    " shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v"
+    " shifted_chebyshev_polynomial_w polar"
 )
-_UNARY_LINEAR_NAMES = "neg clone detach contiguous alias positive zeros_like empty_like"
-_BINARY_NAMES = (
-    "pow maximum minimum fmod remainder floor_divide atan2 eq ne lt le gt ge logical_and logical_or"
-    " logical_xor bitwise_and bitwise_or bitwise_xor masked_fill"
+_LINEAR_NAMES = (
+    "alias clone conj conj_physical contiguous deg2rad detach empty_like imag neg positive rad2deg"
+    " real resolve_conj resolve_neg zeros_like"
+)
+
+# What works element by element, so that it may run in place on shards of one layout.
+ELEMENTWISE = frozenset(
+    f"{_TOGETHER} {_LINEAR_NAMES} add sub mul div where lerp addcmul addcdiv ldexp".split()
 )
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_UNARY_NAMES.split(), _UNARY),
-    **dict.fromkeys(_UNARY_LINEAR_NAMES.split(), _UNARY_LINEAR),
-    **dict.fromkeys(_BINARY_NAMES.split(), _BINARY),
+    **dict.fromkeys(_TOGETHER.split(), together),
+    **dict.fromkeys(_LINEAR_NAMES.split(), _LINEAR),
     "add": _SUM,
     "sub": _SUM,
+    "complex": _SUM,
     "mul": parse_rule("..., ... -> ...", linear=True),
     "div": div,
+    "rdiv": parse_rule("..., ... -> ...", linear=(1,)),
+    "ldexp": parse_rule("..., ... -> ...", linear=(0,)),
     "to": cast,
     "where": parse_rule("..., ... + ... -> ...", linear=(1, 2)),
     "lerp": parse_rule("... + ..., ... -> ...", linear=(0, 1)),
@@ -70,4 +117,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys("dropout alpha_dropout".split(), dropout),
     **dict.fromkeys("dropout1d dropout2d dropout3d".split(), dropout_of_channels),
     **dict.fromkeys("rand_like randn_like randint_like bernoulli poisson".split(), _RANDOM),
+    "frexp": parse_rule("... -> ..., ..."),
+    "view_as_real": parse_rule("... -> ... _=2", linear=True),
+    "view_as_complex": parse_rule("... _ -> ...", linear=True),
+    "broadcast_tensors": spread,
+    "prelu": prelu,
+    "one_hot": one_hot,
+    "bucketize": parse_rule("..., _ -> ..."),
 }

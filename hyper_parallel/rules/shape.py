@@ -8,7 +8,7 @@ from math import gcd, prod
 
 from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.errors import RuleError, describe
-from hyper_parallel.rules.call import Call, Rule, letters, spec
+from hyper_parallel.rules.call import Call, Rule, letters, refuse, spec
 
 __all__ = ["RULES", "reshape_rule"]
 
@@ -180,51 +180,76 @@ def expand(call: Call) -> OpRule:
     return parse_rule(f"{' '.join(operand)} -> {' '.join(result)}", linear=True, local=("sizes",))
 
 
-def cat(call: Call) -> OpRule:
-    """Join along dim `dim`, which is whole."""
-    dim = call.dim("dim", 0)
-    names = spec(len(call.shape), (dim,))
-    known = [shape[dim] for shape in call.shapes if shape is not None]
-    result = [f"_={sum(known)}" if name == "_" else name for name in names]
-    return parse_rule(_joined(names, len(call.shapes), result), linear=True)
-
-
-def stack(call: Call) -> OpRule:
-    """Join along a new dim `dim`, which is whole."""
+def movedim(call: Call) -> OpRule:
+    """Move dims `source` to the places `destination`."""
     names = letters(len(call.shape))
-    dim = call.dim("dim", 0, extra=1)
-    result = [*names[:dim], f"_={len(call.shapes)}", *names[dim:]]
-    return parse_rule(_joined(names, len(call.shapes), result), linear=True)
+    sources = [call.normalize(dim) for dim in call.numbers("source") or ()]
+    places = [call.normalize(dim) for dim in call.numbers("destination") or ()]
+    moved = {place: names[dim] for dim, place in zip(sources, places, strict=True)}
+    rest = iter(name for dim, name in enumerate(names) if dim not in sources)
+    return _linear(names, [moved[i] if i in moved else next(rest) for i in range(len(names))])
 
 
-def _joined(operand: list[str], count: int, result: list[str]) -> str:
-    return f"{' + '.join([' '.join(operand)] * count)} -> {' '.join(result)}"
+def repeat(name: str, call: Call) -> OpRule:
+    """Repeat dims as often as `name` says; a dim that is repeated is whole."""
+    src, times = call.shape, call.numbers(name) or ()
+    times = (1,) * (len(src) - len(times)) + times
+    new = len(times) - len(src)
+    operand = ["_" if n != 1 else a for n, a in zip(times[new:], letters(len(src)), strict=True)]
+    result = [f"_={n}" for n in times[:new]]
+    sizes = zip(operand, src, times[new:], strict=True)
+    result += [f"_={size * n}" if name == "_" else name for name, size, n in sizes]
+    return _linear(operand, result)
 
 
-def _pieces(keeps_dim: bool, call: Call) -> OpRule:
-    """Take dim `dim`, which is whole, apart in pieces of `split_size`, `chunks` pieces, or rows."""
-    dim = call.dim("dim", 0)
-    names, size = spec(len(call.shape), (dim,)), call.shape[dim]
-    asked = call.numbers("split_size")
-    chunks = call.number("chunks", 0)
-    if not keeps_dim:
-        sizes = [1] * size
-    elif asked is not None and isinstance(call.get("split_size"), tuple):
-        sizes = list(asked)
-    else:
-        step = max(asked[0] if asked else -(-size // max(chunks, 1)), 1)
-        sizes = [min(step, size - start) for start in range(0, size, step)] or [0]
-    results = [
-        " ".join(f"_={n}" if name == "_" else name for name in names if keeps_dim or name != "_")
-        for n in sizes
-    ]
-    return parse_rule(f"{' '.join(names)} -> {', '.join(results)}", linear=True)
+def repeat_interleave(call: Call) -> OpRule:
+    """Repeat each row of dim `dim` `repeats` times in place, as key heads are for their group."""
+    times = call.get("repeats")
+    if not isinstance(times, int) or len(call.shapes) > 1:
+        raise refuse("repeat_interleave", "repeats must be an int")
+    if call.get("dim") is None:
+        return _linear(["_"] * len(call.shape), [f"_={prod(call.shape) * times}"])
+    dim, names = call.dim("dim"), letters(len(call.shape))
+    grouped = f"({names[dim]} _={times})" if times > 1 else names[dim]
+    return _linear(names, [*names[:dim], grouped, *names[dim + 1 :]])
 
 
-def _along(keeps_dim: bool, call: Call) -> OpRule:
-    """Take part of dim `dim`, which is whole."""
-    names = spec(len(call.shape), (call.dim("dim", 0),))
-    return _linear(names, [name for name in names if keeps_dim or name != "_"])
+def at_least(ndim: int, call: Call) -> OpRule:
+    """Add size-1 dims up to `ndim`."""
+    names = letters(len(call.shape))
+    missing = ndim - len(names)
+    if missing <= 0 or len(call.shapes) > 1:
+        return _linear(names, names)
+    if ndim < 3 or not names:
+        return _linear(names, ["1"] * missing + names)
+    return _linear(names, ["1", names[0], "1"] if len(names) == 1 else [*names, "1"])
+
+
+def diagonal(first: int, second: int, call: Call) -> OpRule:
+    """Take a diagonal of two whole dims; it is the last dim."""
+    dims = call.dim("dim1", first), call.dim("dim2", second)
+    names = spec(len(call.shape), dims)
+    return _linear(names, [*(name for name in names if name != "_"), "_"])
+
+
+def diag_embed(call: Call) -> OpRule:
+    """Lay the last dim, which is whole, on a diagonal of two new dims."""
+    dims = call.dim("dim1", -2, extra=1), call.dim("dim2", -1, extra=1)
+    names = spec(len(call.shape), (len(call.shape) - 1,))
+    rest = iter(names[:-1])
+    result = ["_" if i in dims else next(rest) for i in range(len(names) + 1)]
+    return _linear(names, result)
+
+
+def diag(call: Call) -> OpRule:
+    """Make a matrix of a whole vector, or a vector of a whole matrix."""
+    return parse_rule("_ _ -> _" if len(call.shape) == 2 else "_ -> _ _", linear=True)
+
+
+def unfold(call: Call) -> OpRule:
+    """Slide along dim `dimension`, which is whole; the window is the last dim."""
+    names = spec(len(call.shape), (call.dim("dimension"),))
+    return _linear(names, [*names, "_"])
 
 
 def _linear(operand: list[str], result: list[str]) -> OpRule:
@@ -242,16 +267,18 @@ RULES: dict[str, Rule] = {
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,
     "expand": expand,
-    "cat": cat,
-    "stack": stack,
-    "split": partial(_pieces, True),
-    "chunk": partial(_pieces, True),
-    "unbind": partial(_pieces, False),
-    "slice": partial(_along, True),
-    "narrow": partial(_along, True),
-    "flip": partial(_along, True),
-    "roll": partial(_along, True),
-    "select": partial(_along, False),
+    "movedim": movedim,
+    "mT": parse_rule("... a b -> ... b a", linear=True),
+    "mH": parse_rule("... a b -> ... b a", linear=True),
+    "repeat": partial(repeat, "repeats"),
+    "tile": partial(repeat, "dims"),
+    "repeat_interleave": repeat_interleave,
+    **{f"atleast_{n}d": partial(at_least, n) for n in (1, 2, 3)},
+    "diagonal": partial(diagonal, 0, 1),
+    "linalg_diagonal": partial(diagonal, -2, -1),
+    "diag_embed": diag_embed,
+    "diag": diag,
     "tril": parse_rule("... _ _ -> ... _ _", linear=True),
     "triu": parse_rule("... _ _ -> ... _ _", linear=True),
+    "unfold": unfold,
 }

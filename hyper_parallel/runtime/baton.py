@@ -12,6 +12,7 @@ it: who waits where, and who has ended.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import copy_context
@@ -164,7 +165,7 @@ class Baton:
         me = self._me()
         if self._stopping:
             raise Released(f"in {call}")
-        me.wait = Wait(ranks, call, payload, user_line())
+        me.wait = Wait(ranks, call, payload, user_line(), inspect.currentframe())
         group = self._groups.setdefault((tag, ranks), [])
         group.append(me)
         if len(group) == len(ranks):
@@ -194,9 +195,9 @@ class Baton:
         waits = [member.wait for member in members if member.wait is not None]
         for member in members:
             member.wait = None
-        odd = next((i for i, wait in enumerate(waits) if wait.call != waits[0].call), None)
-        if odd is not None:
-            _refuse(members, mismatch_text(waits[0], waits[odd], other_rank=waits[0].ranks[odd]))
+        if any(wait.call != waits[0].call for wait in waits):
+            said = [wait.said() for wait in waits]
+            _refuse(members, mismatch_text("simulate", waits[0].ranks, said))
             return
         payloads = [wait.payload for wait in waits]
         try:

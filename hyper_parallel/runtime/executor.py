@@ -4,17 +4,15 @@
 [Note: layouts decide] Whether a collective is skipped or padded is read off the layouts, never off
 the local array, so every rank issues the same collectives.
 
-[Note: programs] What a step does on this rank (its group, counts, positions) follows from the plan,
-so it is worked out once, at the plan's first run on a mesh; later runs call the result.
-
-Even and uneven pieces of one dim move along dim 0: the dim goes to the front before and back after.
-Pieces of several dims, or in several runs, move as flat parts of one buffer.
+Pieces of one dim move as rows (rows.py); those of several dims, or in several runs, move as flat
+parts of one buffer (parts.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hyper_parallel.core.collective import Step
@@ -24,19 +22,21 @@ from hyper_parallel.core.exchange import (
     region_shape,
     transfers,
 )
-from hyper_parallel.core.interval import chunk_sizes
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.placement import Partial, Shard
+from hyper_parallel.core.placement import Partial
 from hyper_parallel.core.plan import Plan
-from hyper_parallel.runtime.interface import ArrayOps, Communicator
+from hyper_parallel.runtime.interface import ArrayOps, Work
 from hyper_parallel.runtime.mesh import DeviceMesh
-from hyper_parallel.runtime.parts import consecutive, packer, put, take, unpacker
+from hyper_parallel.runtime.parts import consecutive, packer, putter, taker, unpacker
+from hyper_parallel.runtime.program import Collective, Program, chain, program_of
+from hyper_parallel.runtime.rows import gather, reducer, scatter
 
-__all__ = ["execute", "gather_dim", "reduce", "reduce_scatter_dim", "scatter_from"]
+__all__ = ["execute", "launch"]
 
 Array = Any
 Run = Callable[[Array], Array]
 Axes = int | tuple[int, ...]
+Along = tuple[int, tuple[int, ...]] | None
 
 _MOST_PROGRAMS = 4096
 
@@ -62,20 +62,37 @@ def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
     program = mesh.programs.get(id(plan))
     if program is None:
         program = _program(plan, mesh)
-    for run in program[1]:
-        local = run(local)
-    return local
+    return program.run(local)
 
 
-def _program(plan: Plan, mesh: DeviceMesh) -> tuple[Plan, tuple[Run, ...]]:
-    """Work a plan out for this rank; the plan is kept with it, so that its id stays its own."""
-    runs: tuple[Run, ...] = ()
+def launch(plan: Plan, local: Array, mesh: DeviceMesh) -> Work | None:
+    """Run a plan as `execute` does, but leave its last collective in flight.
+
+    Args:
+        plan: what to do.
+        local: this rank's array; it may change as soon as this returns.
+        mesh: this process's mesh.
+
+    Returns:
+        A handle whose `wait` does the rest and gives the array in `plan.dst`; None, and nothing was
+        run, if no step communicates.
+
+    Communicates:
+        As `execute`; collectives before the last one are waited for here.
+    """
+    program = mesh.programs.get(id(plan)) or _program(plan, mesh)
+    return program.launch(local, mesh.backend.ops.clone)
+
+
+def _program(plan: Plan, mesh: DeviceMesh) -> Program:
+    """Work a plan out for this rank; see [Note: programs] in program.py."""
+    parts: tuple[Run | Collective, ...] = ()
     if mesh.get_coordinate() is not None:
-        runs = tuple(_STEPS[step.kind](step, _mesh_of(step, mesh)) for step in plan.steps)
+        parts = tuple(_STEPS[step.kind](step, _mesh_of(step, mesh)) for step in plan.steps)
     if len(mesh.programs) >= _MOST_PROGRAMS:
         mesh.programs.clear()
-    mesh.programs[id(plan)] = plan, runs
-    return plan, runs
+    program = mesh.programs[id(plan)] = program_of(plan, parts)
+    return program
 
 
 def _mesh_of(step: Step, mesh: DeviceMesh) -> DeviceMesh:
@@ -84,25 +101,14 @@ def _mesh_of(step: Step, mesh: DeviceMesh) -> DeviceMesh:
     return own if isinstance(own, DeviceMesh) else mesh
 
 
-def _all_reduce(step: Step, mesh: DeviceMesh) -> Run:
+def _all_reduce(step: Step, mesh: DeviceMesh) -> Run | Collective:
     if _is_empty(step):
         return lambda local: local
-    axes, op, clone = _axes(step), _op(step.src, step.axes[0]), mesh.backend.ops.clone
-    if op != "avg" or mesh.backend.capabilities.native_avg:
-        all_reduce = mesh.communicator(axes).all_reduce
-        return lambda local: all_reduce(clone(local), op)
-    return lambda local: reduce(mesh, axes, clone(local), op)
+    start, after = reducer(mesh, _axes(step), "all_reduce", _op(step.src, step.axes[0]))
+    return Collective(start, mesh.backend.ops.clone, after, copies=True)
 
 
-def reduce(mesh: DeviceMesh, axis: Axes, x: Array, op: str = "sum") -> Array:
-    """All-reduce the contiguous `x`, which the caller gives up, along an axis."""
-    comm = mesh.communicator(axis)
-    if op == "avg" and not mesh.backend.capabilities.native_avg:
-        return mesh.backend.ops.scale(comm.all_reduce(x, "sum"), comm.size, divide=True)
-    return comm.all_reduce(x, op)
-
-
-def _all_gather(step: Step, mesh: DeviceMesh) -> Run:
+def _all_gather(step: Step, mesh: DeviceMesh) -> Run | Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
     if _is_empty(step):
@@ -110,48 +116,20 @@ def _all_gather(step: Step, mesh: DeviceMesh) -> Run:
     regions = parts_of(step.dst, rank, step.src, group_ranks(step, rank))
     along = consecutive(regions, shape)
     if along is not None:
-        dim, sizes = along
-        return lambda local: gather_dim(mesh, axes, local, dim, sizes)
-    counts = [_numel(region_shape(region)) for region in regions]
-    unpack = unpacker(ops, regions, shape)
-
-    def run(local: Array) -> Array:
-        flat = ops.reshape(ops.contiguous(local), (_numel(local.shape),))
-        return unpack(gather_dim(mesh, axes, flat, 0, counts))
-
-    return run
+        return gather(mesh, axes, *along)
+    rows = gather(mesh, axes, 0, [_numel(region_shape(region)) for region in regions])
+    return Collective(
+        rows.start,
+        chain(partial(_flat, ops), rows.before),
+        chain(rows.after, unpacker(ops, regions, shape)),
+    )
 
 
-def gather_dim(mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int]) -> Array:
-    """All-gather pieces of the given sizes along tensor dim `dim` over a mesh axis."""
-    ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    front = ops.contiguous(ops.movedim(local, dim, 0))
-    if len(set(sizes)) == 1:
-        whole = comm.all_gather(front)
-    elif mesh.backend.capabilities.uneven_gather:
-        whole = comm.all_gather_v(front, sizes)
-    else:
-        whole = _gather_padded(ops, comm, front, sizes)
-    return ops.contiguous(ops.movedim(whole, 0, dim))
+def _flat(ops: ArrayOps, x: Array) -> Array:
+    return ops.reshape(ops.contiguous(x), (_numel(x.shape),))
 
 
-def _gather_padded(ops: ArrayOps, comm: Communicator, front: Array, sizes: Sequence[int]) -> Array:
-    largest = max(sizes)
-    padded = _pad_rows(ops, front, largest)
-    whole = comm.all_gather(padded)
-    parts = [ops.narrow(whole, 0, i * largest, size) for i, size in enumerate(sizes)]
-    return ops.cat(parts, 0)
-
-
-def _pad_rows(ops: ArrayOps, x: Array, rows: int) -> Array:
-    if x.shape[0] == rows:
-        return x
-    padded = ops.identity((rows, *x.shape[1:]), "sum", x)
-    ops.copy_into(ops.narrow(padded, 0, 0, x.shape[0]), x)
-    return padded
-
-
-def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run:
+def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run | Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
     if _is_empty(step):
@@ -161,73 +139,51 @@ def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run:
     before = step.src.local_shape(rank)
     along = consecutive(regions, before)
     if along is not None:
-        dim, sizes = along
-        return lambda local: reduce_scatter_dim(mesh, axes, local, dim, sizes, op)
-    counts = [_numel(region_shape(region)) for region in regions]
-    pack = packer(ops, regions, before)
-    return lambda local: ops.reshape(_scatter_rows(mesh, axes, pack(local), counts, op), shape)
+        return scatter(mesh, axes, *along, op)
+    rows = scatter(mesh, axes, 0, [_numel(region_shape(region)) for region in regions], op)
+    return Collective(
+        rows.start,
+        chain(packer(ops, regions, before), rows.before),
+        chain(rows.after, lambda flat: ops.reshape(flat, shape)),
+    )
 
 
-def reduce_scatter_dim(
-    mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int], op: str = "sum"
-) -> Array:
-    """Reduce over a mesh axis and keep the own piece of tensor dim `dim`; `local` stays as is."""
-    ops = mesh.backend.ops
-    mine = _scatter_rows(mesh, axis, ops.clone(ops.movedim(local, dim, 0)), sizes, op)
-    return ops.contiguous(ops.movedim(mine, 0, dim))
-
-
-def _scatter_rows(
-    mesh: DeviceMesh, axis: Axes, given: Array, sizes: Sequence[int], op: str
-) -> Array:
-    """Reduce the contiguous `given`, which the caller gives up, and keep the own rows."""
-    ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    average = op == "avg" and not mesh.backend.capabilities.native_avg
-    native = "sum" if average else op
-    if len(set(sizes)) == 1:
-        mine = comm.reduce_scatter(given, native)
-    elif mesh.backend.capabilities.uneven_gather:
-        mine = comm.reduce_scatter_v(given, sizes, native)
-    else:
-        mine = _reduce_scatter_padded(ops, comm, given, sizes, native)
-    return ops.scale(mine, comm.size, divide=True) if average else mine
-
-
-def _reduce_scatter_padded(
-    ops: ArrayOps, comm: Communicator, moved: Array, sizes: Sequence[int], op: str
-) -> Array:
-    largest = max(sizes)
-    padded = ops.identity((largest * len(sizes), *moved.shape[1:]), "sum", moved)
-    start = 0
-    for i, size in enumerate(sizes):
-        piece = ops.narrow(moved, 0, start, size)
-        ops.copy_into(ops.narrow(padded, 0, i * largest, size), piece)
-        start += size
-    mine = comm.reduce_scatter(padded, op)
-    return ops.contiguous(ops.narrow(mine, 0, 0, sizes[comm.rank]))
-
-
-def _all_to_all(step: Step, mesh: DeviceMesh) -> Run:
+def _all_to_all(step: Step, mesh: DeviceMesh) -> Run | Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
     if _is_empty(step):
         return lambda local: ops.empty(shape, local)
-    table = transfers(step, rank)
+    table, comm = transfers(step, rank), mesh.communicator(axes)
+    before = step.src.local_shape(rank)
     send, receive = (
         [_numel(region_shape(region)) for region in regions]
         for regions in (table.send, table.receive)
     )
-    all_to_all = mesh.communicator(axes).all_to_all_v
-    pack = packer(ops, table.send, step.src.local_shape(rank))
-    unpack = unpacker(ops, table.receive, shape)
-    return lambda local: unpack(all_to_all(pack(local), send, receive))
+    sent, received = consecutive(table.send, before), consecutive(table.receive, shape)
+    how = {"even": True} if _has_equal_parts(step, sent, received) else {}
+    return Collective(
+        partial(comm.all_to_all_v, send_sizes=send, recv_sizes=receive, **how),
+        packer(ops, table.send, before),
+        unpacker(ops, table.receive, shape),
+    )
+
+
+def _has_equal_parts(step: Step, sent: Along, received: Along) -> bool:
+    """Tell whether all parts that all ranks send have one size; all ranks find the same.
+
+    From one dim to another on one axis, rank i sends rows_i x columns_j to rank j: if this rank's
+    parts all have one size, everyone's have.
+    """
+    if step.kind != "all_to_all" or len(step.axes) != 1 or sent is None or received is None:
+        return False
+    return sent[0] != received[0] and len({*sent[1]}) == len({*received[1]}) == 1
 
 
 def _slice(step: Step, mesh: DeviceMesh) -> Run:
     """Keep the own piece, as a copy, so that the whole is not kept alive."""
     ops, rank = mesh.backend.ops, mesh.get_rank()
     (region,) = parts_of(step.src, rank, step.dst, [rank])
-    return lambda local: ops.clone(take(ops, local, region))
+    return chain(taker(ops, region, step.src.local_shape(rank)), ops.clone)
 
 
 def _fill(step: Step, mesh: DeviceMesh) -> Run:
@@ -239,10 +195,11 @@ def _fill(step: Step, mesh: DeviceMesh) -> Run:
         return ops.clone if keeps else lambda local: ops.identity(local.shape, op, local)
     (region,) = parts_of(step.dst, rank, step.src, [rank])
     shape, count = step.dst.local_shape(rank), mesh.shape[axis]
+    put = putter(ops, region, shape)
 
     def run(local: Array) -> Array:
         whole = ops.identity(shape, op, local)
-        put(ops, whole, region, ops.scale(local, count) if op == "avg" else local)
+        put(whole, ops.scale(local, count) if op == "avg" else local)
         return whole
 
     return run
@@ -252,44 +209,6 @@ def _scale(step: Step, mesh: DeviceMesh) -> Run:
     (axis,) = step.axes
     to_sum, count, scale = _op(step.dst, axis) == "sum", mesh.shape[axis], mesh.backend.ops.scale
     return lambda local: scale(local, count, divide=to_sum)
-
-
-def scatter_from(
-    mesh: DeviceMesh,
-    axis: int,
-    whole: Array | None,
-    like: Array,
-    placement: Shard,
-    src: int = 0,
-) -> Array:
-    """Cut `whole`, held by position `src` of the axis; each rank gets its piece.
-
-    Args:
-        mesh: the mesh.
-        axis: the axis to scatter along.
-        whole: the array on position `src`; None elsewhere.
-        like: an array with the shape, dtype and device of `whole`.
-        placement: which dim is cut, and how.
-        src: the position along the axis that holds `whole`.
-
-    Returns:
-        This rank's piece, contiguous.
-    """
-    ops, comm = mesh.backend.ops, mesh.communicator(axis)
-    dim, shape = placement.dim, tuple(like.shape)
-    sizes = chunk_sizes(shape[dim], comm.size, placement.block)
-    rest = [*shape[:dim], *shape[dim + 1 :]]
-    out = ops.empty((max(sizes), *rest), like)
-    pieces: list[Array] | None = None
-    if whole is not None:
-        pieces = []
-        start = 0
-        for size in sizes:
-            piece = ops.movedim(ops.narrow(whole, dim, start, size), dim, 0)
-            pieces.append(_pad_rows(ops, ops.contiguous(piece), max(sizes)))
-            start += size
-    mine = comm.scatter(out, pieces, src) if _numel(out.shape) else out
-    return ops.clone(ops.movedim(ops.narrow(mine, 0, 0, sizes[comm.rank]), 0, dim))
 
 
 def _axes(step: Step) -> Axes:
@@ -310,7 +229,7 @@ def _is_empty(step: Step) -> bool:
     return 0 in step.src.shape
 
 
-_STEPS: dict[str, Callable[[Step, DeviceMesh], Run]] = {
+_STEPS: dict[str, Callable[[Step, DeviceMesh], Run | Collective]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

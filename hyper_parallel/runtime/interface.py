@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend interface: what generic code asks of a device and its collectives.
 
-[Note: consumes] A reduction or an all-to-all takes a contiguous array that the caller gives up: the
-backend may work in place. Who still needs the array copies it first. The others leave theirs alone.
+[Note: consumes] all_reduce takes a contiguous array that the caller gives up: the backend may work
+in place. Who still needs the array copies it first. The others leave theirs alone, but while one is
+in flight (`async_op=True`) the caller must, too.
 
 [Note: group order] `Communicator.ranks` are listed by mesh coordinate, never sorted; "own index"
 and every list of pieces or sizes follow that order.
@@ -29,12 +30,23 @@ class Capabilities:
     Args:
         uneven_gather: all_gather_v and reduce_scatter_v exist; else callers pad.
         native_avg: all_reduce and reduce_scatter take "avg"; else callers sum and divide.
-        all_ranks: this process is every rank of its meshes at once; `rank` says that it has none.
+        all_ranks: this process is every rank of its meshes at once; `rank` says that it has none,
+            there are no communicators, and `redistribute(local_arrays, src, dst)` moves all.
+        checks_calls: unlike calls of a group's ranks are refused on all of them, always; else only
+            in checked mode.
+        reduces: (op, dtype) that are reduced as they are, dtypes by name; None: all there are.
+        widens: (op, dtype) that are reduced as another dtype, which takes copies. What is in
+            neither set is refused.
+        moves: dtypes that are moved as they are; others travel as bytes. None: all.
     """
 
     uneven_gather: bool = False
     native_avg: bool = False
     all_ranks: bool = False
+    checks_calls: bool = False
+    reduces: frozenset[tuple[str, str]] | None = None
+    widens: frozenset[tuple[str, str]] = frozenset()
+    moves: frozenset[str] | None = None
 
 
 class Work(Protocol):
@@ -60,7 +72,7 @@ class Communicator(Protocol):
         """Concatenate equal pieces along dim 0. Decides: whether it gathers into one array."""
         ...
 
-    def all_gather_v(self, x: Array, sizes: Sequence[int]) -> Array:
+    def all_gather_v(self, x: Array, sizes: Sequence[int], *, async_op: bool = False) -> Any:
         """Concatenate pieces of `sizes` rows along dim 0. Called only with `uneven_gather`."""
         ...
 
@@ -68,12 +80,25 @@ class Communicator(Protocol):
         """Reduce, then keep the own one of n equal pieces of dim 0. Decides: as all_reduce."""
         ...
 
-    def reduce_scatter_v(self, x: Array, sizes: Sequence[int], op: str = "sum") -> Array:
+    def reduce_scatter_v(
+        self, x: Array, sizes: Sequence[int], op: str = "sum", *, async_op: bool = False
+    ) -> Any:
         """Reduce, then keep the own `sizes[rank]` rows. Called only with `uneven_gather`."""
         ...
 
-    def all_to_all_v(self, x: Array, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Array:
-        """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated."""
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_sizes: Sequence[int],
+        recv_sizes: Sequence[int],
+        *,
+        even: bool = False,
+        async_op: bool = False,
+    ) -> Any:
+        """Send consecutive parts of the 1-d `x`, receive parts in group order, concatenated.
+
+        Decides: what to gain where `even` promises that all parts of all ranks have one size.
+        """
         ...
 
     def broadcast(self, x: Array, src: int = 0) -> Array:

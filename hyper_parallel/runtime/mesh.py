@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
 from hyper_parallel.errors import BackendError, LayoutError, describe
+from hyper_parallel.runtime.checked import CheckedCommunicator, wants_checks
 from hyper_parallel.runtime.interface import Backend, Communicator
 from hyper_parallel.runtime.registry import backend_for
 from hyper_parallel.runtime.watch import introduce
@@ -31,6 +32,9 @@ class DeviceMesh(AbstractMesh):
         device_type: such as "cpu", "cuda" or "npu".
         mesh: global ranks as nested lists or an integer array; any order, any subset.
         mesh_dim_names: one name per axis, or None.
+        check: compare every collective's call over its group before it starts, at the price of one
+            small exchange each, and raise the first difference on every rank; None: as the
+            environment variable HYPER_PARALLEL_CHECK says (0 or 1). The same on every rank.
 
     Communicates:
         Makes one process group per axis and row of the mesh.
@@ -50,14 +54,19 @@ class DeviceMesh(AbstractMesh):
     """
 
     def __init__(
-        self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None
+        self,
+        device_type: str,
+        mesh: Any,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        check: bool | None = None,
     ) -> None:
         shape, ranks = nested_ranks(mesh)
         shape = shape or (len(ranks),)
         super().__init__(device_type, shape, ranks=ranks, mesh_dim_names=mesh_dim_names)
         backend = backend_for(device_type)
         backend.start(self)
-        self._attach(backend, None)
+        self._attach(backend, None, wants_checks(check))
         _check_ranks(self, backend)
         self._handle = backend.prepare(self)
 
@@ -74,12 +83,13 @@ class DeviceMesh(AbstractMesh):
             ranks=abstract.ranks,
             mesh_dim_names=abstract.mesh_dim_names,
         )
-        self._attach(backend, parent)
+        self._attach(backend, parent, wants_checks(None) if parent is None else parent.checked)
         self._handle = handle
         return self
 
-    def _attach(self, backend: Backend, parent: DeviceMesh | None) -> None:
+    def _attach(self, backend: Backend, parent: DeviceMesh | None, checked: bool) -> None:
         self.backend = backend
+        self.checked = checked and not backend.capabilities.checks_calls
         self._parent = parent
         self._my_rank = _rank_of(backend)
         self._my_coordinate = None if self._my_rank is None else self.coordinate(self._my_rank)
@@ -151,6 +161,8 @@ class DeviceMesh(AbstractMesh):
                 found = self.backend.communicator(self, self._handle, axis)
             else:
                 found = self.backend.joint_communicator(self, axis)
+            if self.checked:
+                found = CheckedCommunicator(found)
             self._communicators[axis] = found
             introduce(found, self)
         return found
@@ -345,6 +357,7 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Sequence[str] | None = None,
+    check: bool | None = None,
 ) -> DeviceMesh:
     """Make a mesh over ranks `0 .. prod(mesh_shape) - 1`, row-major.
 
@@ -355,6 +368,7 @@ def init_device_mesh(
         device_type: such as "cpu", "cuda" or "npu".
         mesh_shape: number of ranks along each axis; their product may be less than the world size.
         mesh_dim_names: one name per axis, or None.
+        check: compare every collective's call over its group first; see DeviceMesh.
 
     Returns:
         The mesh.
@@ -385,7 +399,7 @@ def init_device_mesh(
         )
     shape = tuple(mesh_shape)
     ranks = nest_ranks(range(math.prod(shape)), shape)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, check=check)
 
 
 def current_mesh() -> DeviceMesh | None:

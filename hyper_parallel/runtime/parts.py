@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of local arrays: take one, write one, pack several into a flat buffer and unpack them.
 
-The functions that make a packer or an unpacker look at the positions once; what they give copies
-every element at most once where the parts are alike or follow each other.
+Each function here looks at the positions once and gives a function of arrays. Packing and unpacking
+copy every element at most once where the parts are alike or follow each other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from hyper_parallel.core.exchange import Region, region_shape
 from hyper_parallel.runtime.interface import ArrayOps
 
-__all__ = ["consecutive", "packer", "put", "take", "unpacker"]
+__all__ = ["consecutive", "packer", "putter", "taker", "unpacker"]
 
 Array = Any
 Run = Callable[[Array], Array]
+Runs = Sequence[tuple[int, int]]
 
 
 def consecutive(
@@ -48,37 +49,72 @@ def consecutive(
     return (dim, tuple(own[dim] for own in shapes)) if start == shape[dim] else None
 
 
-def take(ops: ArrayOps, x: Array, region: Region) -> Array:
-    """Give a part of an array: a view if it is one box."""
+def taker(ops: ArrayOps, region: Region, shape: Sequence[int]) -> Run:
+    """Make a function that gives a part of an array; a view if the part is one box.
+
+    Args:
+        ops: the backend's array operations.
+        region: the part.
+        shape: the shape of the array.
+
+    Returns:
+        The function.
+    """
+    cuts: list[tuple[int, Runs]] = []
     for dim, runs in enumerate(region):
-        if len(runs) > 1:
-            x = ops.cat([ops.narrow(x, dim, start, stop - start) for start, stop in runs], dim)
+        if len(runs) > 1 or (runs or ((0, 0),))[0] != (0, shape[dim]):
+            cuts.append((dim, runs))
+    if len(cuts) == 1 and len(cuts[0][1]) == 1:
+        (dim, ((start, stop),)) = cuts[0]
+        narrow, size = ops.narrow, stop - start
+        return lambda x: narrow(x, dim, start, size)
+
+    def take(x: Array) -> Array:
+        for dim, runs in cuts:
+            parts = [ops.narrow(x, dim, start, stop - start) for start, stop in runs or ((0, 0),)]
+            x = parts[0] if len(parts) == 1 else ops.cat(parts, dim)
+        return x
+
+    return take
+
+
+def putter(ops: ArrayOps, region: Region, shape: Sequence[int]) -> Callable[[Array, Array], None]:
+    """Make a function that writes a part of an array.
+
+    Args:
+        ops: the backend's array operations.
+        region: the part.
+        shape: the shape of the array.
+
+    Returns:
+        The function; it takes the array and the part.
+    """
+    own = region_shape(region)
+    boxes: list[list[tuple[int, int, int, int]]] = [[]]
+    for dim, runs in enumerate(region):
+        if runs == ((0, shape[dim]),):
             continue
-        start, stop = runs[0] if runs else (0, 0)
-        if stop - start != x.shape[dim]:
-            x = ops.narrow(x, dim, start, stop - start)
-    return x
-
-
-def put(ops: ArrayOps, x: Array, region: Region, part: Array) -> None:
-    """Write a part of an array."""
-    boxes = [(x, part)]
-    for dim, runs in enumerate(region):
-        cut: list[tuple[Array, Array]] = []
-        for whole, piece in boxes:
-            done = 0
-            for start, stop in runs:
-                size = stop - start
-                views = (ops.narrow(whole, dim, start, size), ops.narrow(piece, dim, done, size))
-                cut.append(views)
-                done += size
+        cut: list[list[tuple[int, int, int, int]]] = []
+        done = 0
+        for start, stop in runs:
+            cut += [[*box, (dim, start, done, stop - start)] for box in boxes]
+            done += stop - start
         boxes = cut
-    for whole, piece in boxes:
-        ops.copy_into(whole, piece)
+
+    def put(whole: Array, part: Array) -> None:
+        for box in boxes:
+            target, piece = whole, part
+            for dim, start, done, size in box:
+                target = ops.narrow(target, dim, start, size)
+                if size != own[dim]:
+                    piece = ops.narrow(piece, dim, done, size)
+            ops.copy_into(target, piece)
+
+    return put
 
 
 def packer(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> Run:
-    """Make a function that copies parts, one after the other, into a new flat buffer.
+    """Make a function that gives parts, one after the other, in a flat buffer; a view if it can be.
 
     Args:
         ops: the backend's array operations.
@@ -88,21 +124,28 @@ def packer(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> Ru
     Returns:
         The function.
     """
-    full = tuple(shape)
+    full, flat = tuple(shape), (math.prod(shape),)
     along = consecutive(regions, full)
     if along is not None and along[0] == 0:
-        return lambda x: ops.reshape(ops.clone(x), (math.prod(full),))
+        return lambda x: ops.reshape(ops.contiguous(x), flat)
+    if along is not None and len(set(along[1])) == 1:
+        dim = along[0]
+        pieces = (*full[:dim], len(along[1]), along[1][0], *full[dim + 1 :])
+        return lambda x: ops.contiguous(
+            ops.reshape(ops.movedim(ops.reshape(x, pieces), dim, 0), flat)
+        )
     used = [region for region in regions if math.prod(region_shape(region))]
+    takes = [taker(ops, region, full) for region in used]
     shapes = {region_shape(region) for region in used}
     if len(shapes) == 1:
         (own,) = shapes
         size = math.prod(own) * len(used)
         return lambda x: ops.reshape(
-            ops.cat([ops.reshape(take(ops, x, part), (1, *own)) for part in used], 0), (size,)
+            ops.cat([ops.reshape(take(x), (1, *own)) for take in takes], 0), (size,)
         )
 
     def pack(x: Array) -> Array:
-        parts = [ops.contiguous(take(ops, x, region)) for region in used]
+        parts = [ops.contiguous(take(x)) for take in takes]
         flat = [ops.reshape(part, (math.prod(part.shape),)) for part in parts]
         return ops.cat(flat, 0) if flat else ops.empty((0,), x)
 
@@ -124,6 +167,11 @@ def unpacker(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> 
     along = consecutive(regions, full)
     if along is not None and along[0] == 0:
         return lambda buffer: ops.reshape(buffer, full)
+    if along is not None and len(set(along[1])) == 1:
+        dim, stack = along[0], (len(regions), *region_shape(regions[0]))
+        return lambda buffer: ops.contiguous(
+            ops.reshape(ops.movedim(ops.reshape(buffer, stack), 0, dim), full)
+        )
     pieces: list[tuple[int, int, tuple[int, ...], Region]] = []
     start = 0
     for region in regions:
@@ -142,10 +190,12 @@ def unpacker(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> 
         dim = along[0]
         return lambda buffer: ops.cat(parts(buffer), dim)
 
+    puts = [putter(ops, region, full) for _, _, _, region in pieces]
+
     def unpack(buffer: Array) -> Array:
         whole = ops.empty(full, buffer)
-        for part, (_, _, _, region) in zip(parts(buffer), pieces, strict=True):
-            put(ops, whole, region, part)
+        for part, put in zip(parts(buffer), puts, strict=True):
+            put(whole, part)
         return whole
 
     return unpack

@@ -64,7 +64,7 @@ def backend_for(device_type: str) -> Backend:
     if backend is None:
         try:
             backend = load_backend(known[device_type])
-        except ImportError as error:
+        except Exception as error:  # whatever its package raises
             raise BackendError(
                 describe(
                     "init_device_mesh",
@@ -97,7 +97,7 @@ def _refuse(device_type: str, known: dict[str, str]) -> None:
 def _state(target: str) -> str:
     try:
         return load_backend(target).unavailable() or "available"
-    except ImportError as error:
+    except Exception as error:  # whatever its package raises
         return f"unavailable, {error}"
 
 

@@ -26,6 +26,7 @@ ROOMS = (
     {"hf"},
     {"conformance", "tools"},
     {"cli"},
+    {"__main__"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 FRAMEWORK_FREE = {"errors", "core", "rules", "runtime"}

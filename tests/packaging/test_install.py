@@ -30,6 +30,7 @@ print(json.dumps({
     "version": meta["Version"],
     "top_level_backends": importlib.util.find_spec("backends") is not None,
     "own_entry_points": [p.name for p in points if p.dist.name == "hyper-parallel"],
+    "scripts": [p.value for p in importlib.metadata.entry_points(name="hyper-parallel")],
 }))
 """
 
@@ -108,6 +109,7 @@ def test_wheel_installs(wheel, tmp_path):
     assert found["version"] == "0.1.0"
     assert not found["top_level_backends"]
     assert found["own_entry_points"] == []
+    assert found["scripts"] == ["hyper_parallel.cli:main"]
 
 
 def test_editable_installs(source, tmp_path):

@@ -15,8 +15,9 @@ MODULES = [
     "hyper_parallel.parallel.prepare",
     "hyper_parallel.parallel.sequence",
     "hyper_parallel.parallel.styles",
-    "hyper_parallel.runtime.executor",
     "hyper_parallel.runtime.mesh",
+    "hyper_parallel.runtime.parts",
+    "hyper_parallel.runtime.program",
     "hyper_parallel.runtime.registry",
     "hyper_parallel.tools.comm_mode",
 ]

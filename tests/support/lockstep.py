@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hostile NumPy backend: one thread per rank, ranks meet inside each collective, no torch.
 
-It takes every freedom the interface grants: reductions overwrite the array they were given, fresh
+It takes every freedom the interface grants: all_reduce overwrites the array it was given, fresh
 arrays hold garbage, and what the interface forbids (a collective of a non-contiguous array, or not
 the same on every rank) fails the test.
 """
@@ -55,7 +55,7 @@ class World:
 
     def __init__(self, size: int, **capabilities: bool) -> None:
         self.size = size
-        self.capabilities = Capabilities(**capabilities)
+        self.capabilities = Capabilities(checks_calls=True, **capabilities)  # by _finish
         self.calls: list[list[Call]] = [[] for _ in range(size)]
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, ...], list[_Arrival]] = {}
@@ -138,6 +138,13 @@ def _finish(arrived: list[_Arrival], combine: Callable[..., list[Any]]) -> None:
         arrival.done.release()
 
 
+class _Later:
+    """A collective in flight that reads its operand as late as it may: when it is waited for."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait = wait
+
+
 class Group:
     """The collectives of one rank along one axis (a `Communicator`)."""
 
@@ -145,11 +152,15 @@ class Group:
         self.ranks, self.size, self.rank = ranks, len(ranks), ranks.index(me)
         self._world, self._me, self._axis = world, me, axis
 
-    def _meet(self, call: Call, value: Any, combine: Callable[..., list[Any]]) -> Any:
+    def _meet(
+        self, call: Call, value: Any, combine: Callable[..., list[Any]], async_op: bool = False
+    ) -> Any:
+        if async_op:
+            return _Later(lambda: self._meet(call, value, combine))
         self._world.calls[self._me].append((self._axis, *call))
         return self._world.meet(self.ranks, _Arrival(self.rank, call, value), combine)
 
-    def all_reduce(self, x: Array, op: str = "sum") -> Array:
+    def all_reduce(self, x: Array, op: str = "sum", *, async_op: bool = False) -> Any:
         _check_given(x)
         self._check_op(op)
 
@@ -158,33 +169,33 @@ class Group:
             _overwrite(values)
             return [whole.copy() for _ in values]
 
-        return self._meet(("all_reduce", op, x.shape, x.dtype), x, combine)
+        return self._meet(("all_reduce", op, x.shape, x.dtype), x, combine, async_op)
 
-    def all_gather(self, x: Array) -> Array:
+    def all_gather(self, x: Array, *, async_op: bool = False) -> Any:
         _check_given(x)
-        return self._meet(
-            ("all_gather", x.shape, x.dtype), x, lambda xs: [np.concatenate(xs) for _ in xs]
-        )
+        return self._meet(("all_gather", x.shape, x.dtype), x, _join, async_op)
 
-    def all_gather_v(self, x: Array, sizes: Sequence[int]) -> Array:
+    def all_gather_v(self, x: Array, sizes: Sequence[int], *, async_op: bool = False) -> Any:
         assert self._world.capabilities.uneven_gather, "all_gather_v is not available"
         _check_given(x)
         assert x.shape[0] == sizes[self.rank]
-        return self._meet(
-            ("all_gather_v", x.shape[1:], x.dtype, tuple(sizes)),
-            x,
-            lambda xs: [np.concatenate(xs) for _ in xs],
-        )
+        call = ("all_gather_v", x.shape[1:], x.dtype, tuple(sizes))
+        return self._meet(call, x, _join, async_op)
 
-    def reduce_scatter(self, x: Array, op: str = "sum") -> Array:
+    def reduce_scatter(self, x: Array, op: str = "sum", *, async_op: bool = False) -> Any:
         assert x.shape[0] % self.size == 0
-        return self._scatter_rows("reduce_scatter", x, [x.shape[0] // self.size] * self.size, op)
+        sizes = [x.shape[0] // self.size] * self.size
+        return self._scatter_rows("reduce_scatter", x, sizes, op, async_op)
 
-    def reduce_scatter_v(self, x: Array, sizes: Sequence[int], op: str = "sum") -> Array:
+    def reduce_scatter_v(
+        self, x: Array, sizes: Sequence[int], op: str = "sum", *, async_op: bool = False
+    ) -> Any:
         assert self._world.capabilities.uneven_gather, "reduce_scatter_v is not available"
-        return self._scatter_rows("reduce_scatter_v", x, sizes, op)
+        return self._scatter_rows("reduce_scatter_v", x, sizes, op, async_op)
 
-    def _scatter_rows(self, kind: str, x: Array, sizes: Sequence[int], op: str) -> Array:
+    def _scatter_rows(
+        self, kind: str, x: Array, sizes: Sequence[int], op: str, async_op: bool
+    ) -> Any:
         _check_given(x)
         self._check_op(op)
         assert x.shape[0] == sum(sizes)
@@ -192,25 +203,33 @@ class Group:
 
         def combine(values: list[Array]) -> list[Array]:
             whole = reduce_all(values, op)
-            _overwrite(values)
             return [piece.copy() for piece in np.split(whole, cuts)]
 
-        return self._meet((kind, op, x.shape, x.dtype, tuple(sizes)), x, combine)
+        call = (kind, op, x.shape, x.dtype, tuple(sizes))
+        return self._meet(call, x, combine, async_op)
 
-    def all_to_all_v(self, x: Array, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Array:
+    def all_to_all_v(
+        self,
+        x: Array,
+        send_sizes: Sequence[int],
+        recv_sizes: Sequence[int],
+        *,
+        even: bool = False,
+        async_op: bool = False,
+    ) -> Any:
         _check_given(x)
         assert x.ndim == 1 and len(x) == sum(send_sizes)
+        if even:
+            assert len({*send_sizes, *recv_sizes}) == 1
 
         def combine(values: list[tuple[Array, list[int], list[int]]]) -> list[Array]:
             pieces = [np.split(sent, np.cumsum(sizes)[:-1]) for sent, sizes, _ in values]
             for i, (_, _, wanted) in enumerate(values):
                 assert [len(row[i]) for row in pieces] == wanted, "send and receive sizes disagree"
-            received = [np.concatenate([row[i] for row in pieces]) for i in range(self.size)]
-            _overwrite([sent for sent, _, _ in values])
-            return received
+            return [np.concatenate([row[i] for row in pieces]) for i in range(self.size)]
 
         value = (x, list(send_sizes), list(recv_sizes))
-        return self._meet(("all_to_all_v", x.dtype), value, combine)
+        return self._meet(("all_to_all_v", x.dtype, even), value, combine, async_op)
 
     def scatter(self, out: Array, pieces: Sequence[Array] | None, src: int = 0) -> Array:
         _check_given(out)
@@ -225,6 +244,10 @@ class Group:
     def _check_op(self, op: str) -> None:
         known = (*_REDUCE, "avg") if self._world.capabilities.native_avg else tuple(_REDUCE)
         assert op in known, f"{op} is not available"
+
+
+def _join(pieces: Sequence[Array]) -> list[Array]:
+    return [np.concatenate(pieces) for _ in pieces]
 
 
 def _check_given(x: Array) -> None:

@@ -258,5 +258,5 @@ def deserted(name: str) -> str:
 def test_failure_inside_names_the_collective_and_the_group(procs2: Any, name: str) -> None:
     assert procs2.run(deserted, name)[0].startswith(
         f"{name}: every rank of the group must take part, with the same shape and dtype, but got"
-        " group=(0, 1), rank=0, error='"
+        " group=(0, 1), rank=0, missing=(1,), call='"
     )

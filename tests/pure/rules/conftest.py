@@ -98,8 +98,16 @@ def run(
             local = split_all(position, decision.inputs[shift.source], mesh)[at]
             context.start = int(local.min())
         args = [x if p is None else p[at] for x, p in zip(operands, pieces, strict=True)]
-        for result, value in zip(found, as_tuple(op(context, *args)), strict=True):
-            result[at] = np.asarray(value)
+        shares = [1.0] * len(whole)
+        for weight in decision.weights:
+            source = operands[weight.source]
+            held = [
+                split_all(source, decision.inputs[weight.source][:n], mesh[:n])[at[:n]]
+                for n in (weight.axis, weight.axis + 1)
+            ]
+            shares[weight.result] *= held[1].shape[weight.dim] / held[0].shape[weight.dim]
+        for i, value in enumerate(as_tuple(op(context, *args))):
+            found[i][at] = np.asarray(value) * shares[i] if shares[i] != 1 else np.asarray(value)
     for result, expected, placements in zip(found, whole, decision.outputs, strict=True):
         value = join_all(result, placements, mesh)
         assert value.shape == expected.shape, (value.shape, expected.shape)

@@ -57,8 +57,26 @@ WRONG = {
         parse_rule("a b + a b -> a b", linear=True), lambda x, y: np.concatenate([x, y], 1),
         [(4, 8), (4, 8)]),
     "positions need a shift": (parse_rule("i, v h -> i h", linear=(1,)), _lookup, [(4,), (8, 4)]),
+    "rows are added to what is kept once": (
+        parse_rule("v b, i b -> v b"), lambda x, y: x + y.sum(0), [(4, 8), (8, 8)]),
+    "what is overwritten is not added": (
+        parse_rule("v b + i b -> v b", linear=True), lambda x, y: np.vstack([y[-1:], x[1:]]),
+        [(4, 8), (8, 8)]),
+    "a convolution mixes its window": (
+        parse_rule("n h, _ -> n h"),
+        lambda x, w: np.apply_along_axis(np.convolve, 1, x, w, "same"), [(4, 8), (3,)]),
+    "a tiled dim is not repeated in place": (
+        parse_rule("b -> (b _=2)", linear=True), lambda x: np.tile(x, 2), [(8,)]),
+    "a rolled dim is whole": (parse_rule("b -> b", linear=True), lambda x: np.roll(x, 1), [(8,)]),
+    "an index takes from the whole dim": (
+        parse_rule("v b -> b", linear=True), lambda x: x[-1], [(8, 4)]),
+    "groups are not channels": (
+        parse_rule("(c g=2) s -> (c g) s"),
+        lambda x: (x.reshape(2, -1, 4) - x.reshape(2, -1, 4).mean(1, keepdims=True)).reshape(8, 4),
+        [(8, 4)]),
+    "a norm is not a sum": (parse_rule("a b -> a"), lambda x: np.sqrt((x * x).sum(1)), [(4, 8)]),
     "a factor must be cut at least once": (
-        parse_rule("a b -> a", reduce="avg"), lambda x: x.mean(1), [(4, 3)]),
+        parse_rule("a b -> a", reduce="max"), lambda x: x.max(1), [(4, 1)]),
 }  # fmt: skip
 
 

@@ -18,11 +18,13 @@ from hyper_parallel.core import (
     StridedShard,
     plan,
 )
+from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, execute
-from hyper_parallel.runtime.executor import scatter_from
+from hyper_parallel.runtime.executor import launch
+from hyper_parallel.runtime.rows import scatter_from
 from support import oracle
-from support.lockstep import World
+from support.lockstep import GARBAGE, World
 from support.moves import Move, check_moves, moves_on_meshes, placements_of, strided_of
 
 CAPABILITIES = [{"uneven_gather": have, "native_avg": have} for have in (False, True)]
@@ -52,6 +54,42 @@ def test_execute_every_pair_on_one_axis(ranks, capabilities):
         for src, dst in legal_pairs(grid, shape, [*placements_of(shape), *strided_of(shape)])
     ]
     check_moves(grid, moves, **capabilities)
+
+
+@pytest.mark.parametrize("capabilities", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("grid", [[2, 0, 1], [[3, 1], [0, 2]]], ids=str)
+def test_launch_gives_what_execute_gives_though_the_local_array_changes(grid, capabilities):
+    grid = np.array(grid)
+    mesh = AbstractMesh("cpu", grid.shape, ranks=grid.ravel().tolist())
+    ops = REDUCE_OPS if grid.ndim == 1 else ("sum", "avg")
+    shapes = [(6, 3), (4, 1), (0, 3)] if grid.ndim == 1 else [(5, 4)]
+    moves = [
+        Move(shape, *pair)
+        for shape in shapes
+        for pair in legal_pairs(grid, shape, placements_of(shape, ops))[:: 5 * grid.ndim - 4]
+    ]
+    world = World(int(grid.max()) + 2, **capabilities)
+    for move in moves:
+        move.prepare(grid, mesh, np.random.default_rng(0))
+
+    def work(rank, attached):
+        in_flight = 0
+        for move in moves:
+            held = move.held.get(rank, np.zeros((0,)))
+            expected = execute(move.forward, held, attached)
+            given = held.copy()
+            flying = launch(move.forward, given, attached)
+            given[...] = GARBAGE
+            if flying is not None:
+                in_flight += 1
+                assert np.array_equal(flying.wait(), expected), move
+        return in_flight
+
+    counts = world.run(work, mesh)
+    communicate = [m for m in moves if any(step.communicates for step in m.forward)]
+    expected = sum(0 not in move.shape for move in communicate)
+    assert [counts[rank] for rank in grid.ravel()] == [expected] * grid.size
+    assert expected > 20
 
 
 @pytest.mark.parametrize(

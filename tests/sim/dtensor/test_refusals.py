@@ -15,6 +15,7 @@ from hyper_parallel import (
     DTensor,
     LayoutError,
     PlanError,
+    Replicate,
     Shard,
     distribute_tensor,
     init_device_mesh,
@@ -61,9 +62,21 @@ def test_an_overload_of_an_in_place_op_is_in_place():
 @simulate(2)
 def test_running_statistics_are_not_lost():
     mesh = line(2)
-    x = distribute_tensor(torch.randn(6, 4), mesh, [Shard(1)])
-    with pytest.raises(LayoutError, match="batch_norm"):
-        F.batch_norm(x, four(mesh), four(mesh), training=True)
+    whole = torch.arange(24.0).reshape(6, 4) ** 0.5
+    means, variances = torch.arange(4.0), torch.arange(4.0)
+    expected = F.batch_norm(whole, means, variances, training=True)
+    x = distribute_tensor(whole, mesh, [Shard(1)])
+    mean, variance = four(mesh), four(mesh)
+    got = F.batch_norm(x, mean, variance, training=True)
+    torch.testing.assert_close(got.full_tensor(), expected)
+    torch.testing.assert_close(mean.full_tensor(), means)
+    torch.testing.assert_close(variance.full_tensor(), variances)
+    lost = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
+    must = "'batch_norm': running statistics must be .S.0.,. to be updated, but got layout="
+    with pytest.raises(LayoutError, match=must):
+        F.batch_norm(x, lost, variance, training=True)
+    with pytest.raises(LayoutError, match="'instance_norm': running statistics must be"):
+        F.instance_norm(x.unsqueeze(-1).expand(6, 4, 2), lost, variance)
 
 
 @pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.narrow(1, 0, 2), lambda x: x[:, :2]])

@@ -67,24 +67,6 @@ def test_from_local_of_uneven_parts_needs_the_shape():
     assert x.shape == (0, 3)
 
 
-def test_from_local_checks_every_rank_if_asked():
-    def work():
-        rows = 2 + (current_rank() == 2)
-        return DTensor.from_local(torch.ones(rows, 3), line(4), [Shard(0)], run_check=True)
-
-    outcomes = simulate(4).outcomes(work)
-    assert all(isinstance(error, LayoutError) for error in outcomes)
-    texts = {str(error).split(" for Layout")[0] for error in outcomes}
-    assert any("the local shape on rank" in text for text in texts)
-
-    def ragged():
-        shape = (2, 3) if current_rank() else (2,)
-        return DTensor.from_local(torch.ones(shape), line(2), [Replicate()], run_check=True)
-
-    outcomes = simulate(2).outcomes(ragged)
-    assert all("must have the same number of dims" in str(error) for error in outcomes)
-
-
 @simulate(2)
 def test_from_local_refusals():
     mesh = line(2)

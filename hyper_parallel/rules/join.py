@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of joining, splitting, slicing and indexing: the dim that is worked on is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+from hyper_parallel.core.rule import OpRule, parse_rule
+from hyper_parallel.rules.call import Argument, Call, Rule, aligned, letters, refuse, spec
+
+__all__ = ["RULES"]
+
+
+def cat(call: Call) -> OpRule:
+    """Join along dim `dim`; an empty vector among the operands is nothing."""
+    return _cat(call, call.dim("dim", 0))
+
+
+def _cat(call: Call, dim: int) -> OpRule:
+    ndims = {len(shape) for shape in call.shapes if shape is not None}
+    if len(ndims) > 1:
+        raise refuse("cat", "all tensors must have as many dims", shapes=call.shapes)
+    names = spec(len(call.shape), (dim,))
+    known = [shape[dim] for shape in call.shapes if shape is not None]
+    result = [f"_={sum(known)}" if name == "_" else name for name in names]
+    return parse_rule(_joined(names, len(call.shapes), result), linear=True)
+
+
+def stack(call: Call) -> OpRule:
+    """Join along a new dim `dim`, which is whole."""
+    return _stack(call, call.dim("dim", 0, extra=1))
+
+
+def _stack(call: Call, dim: int) -> OpRule:
+    names = letters(len(call.shape))
+    result = [*names[:dim], f"_={len(call.shapes)}", *names[dim:]]
+    return parse_rule(_joined(names, len(call.shapes), result), linear=True)
+
+
+def _joined(operand: list[str], count: int, result: list[str]) -> str:
+    return f"{' + '.join([' '.join(operand)] * count)} -> {' '.join(result)}"
+
+
+def stack_along(dim: int, call: Call) -> OpRule:
+    """Join along dim `dim`; tensors that lack the dim are stacked on it (hstack and its like)."""
+    ndim = len(call.shape)
+    if ndim <= 1 and dim == 1:  # hstack joins vectors
+        return _cat(call, 0) if ndim else _stack(call, 0)
+    if ndim > dim and (ndim > 1 or dim):
+        return _cat(call, dim)
+    if ndim == 2 and dim == 2:
+        return _stack(call, 2)
+    if ndim == 1 and dim == 0:
+        return _stack(call, 0)
+    raise refuse("stack", "the tensors must have more dims", shapes=call.shapes)
+
+
+def column_stack(call: Call) -> OpRule:
+    """Join columns; vectors are columns."""
+    return _stack(call, 1) if len(call.shape) == 1 else _cat(call, 1)
+
+
+def meshgrid(call: Call) -> OpRule:
+    """Spread vectors over one grid, a dim for each."""
+    names = letters(len(call.shapes))
+    given = [name if shape else "" for name, shape in zip(names, call.shapes, strict=True)]
+    dims = [name or "1" for name in given]
+    if call.get("indexing") == "xy" and len(names) > 1:
+        dims[:2] = dims[1], dims[0]
+    return parse_rule(f"{', '.join(given)} -> {', '.join([' '.join(dims)] * len(names))}")
+
+
+def _sizes(call: Call, size: int) -> list[int]:
+    """Read how a dim of `size` is split: a size, sizes, a number of chunks, or places."""
+    asked = call.get("split_size")
+    if isinstance(asked, tuple):
+        return list(call.numbers("split_size") or ())
+    if (places := call.get("indices_or_sections")) is not None:
+        return _between(places, size)
+    chunks = call.number("chunks", 0)
+    step = max(asked if isinstance(asked, int) else -(-size // max(chunks, 1)), 1)
+    return [min(step, size - start) for start in range(0, size, step)] or [0]
+
+
+def _between(places: Argument, size: int) -> list[int]:
+    if isinstance(places, int):
+        short, longer = divmod(size, places)
+        return [short + (i < longer) for i in range(places)]
+    if not isinstance(places, tuple):
+        raise refuse("tensor_split", "places must be ints", places=places)
+    cuts = [slice(None, place).indices(size)[1] for place in places if isinstance(place, int)]
+    return [max(b - a, 0) for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+
+
+def pieces(dim: int | None, call: Call) -> OpRule:
+    """Take dim `dim`, which is whole, apart."""
+    dim = call.dim("dim", 0) if dim is None else dim
+    if dim == 1 and len(call.shape) == 1:  # hsplit of a vector
+        dim = 0
+    if dim >= len(call.shape):
+        raise refuse("split", "the tensor must have the dim", shape=call.shape, dim=dim)
+    names = spec(len(call.shape), (dim,))
+    results = [
+        " ".join(f"_={n}" if name == "_" else name for name in names)
+        for n in _sizes(call, call.shape[dim])
+    ]
+    return parse_rule(f"{' '.join(names)} -> {', '.join(results)}", linear=True)
+
+
+def unbind(call: Call) -> OpRule:
+    """Take dim `dim`, which is whole, apart in rows."""
+    dim = call.dim("dim", 0)
+    names = spec(len(call.shape), (dim,))
+    row = " ".join(name for name in names if name != "_")
+    results = ", ".join([row] * call.shape[dim])
+    return parse_rule(f"{' '.join(names)} -> {results}", linear=True)
+
+
+def along(name: str, call: Call) -> OpRule:
+    """Take part of, or reorder, dims `name`, which are whole; all dims where none is given."""
+    dims = " ".join(spec(len(call.shape), call.dims(name)))
+    return parse_rule(f"{dims} -> {dims}", linear=True)
+
+
+def narrow(call: Call) -> OpRule:
+    """Take part of dim `dim`; a part that is all of it may be cut."""
+    dim = call.dim("dim", 0)
+    is_all = call.get("length") == call.shape[dim]
+    dims = " ".join(spec(len(call.shape), () if is_all else (dim,)))
+    return parse_rule(f"{dims} -> {dims}", linear=True, local=("length",) if is_all else ())
+
+
+def rot90(call: Call) -> OpRule:
+    """Turn two whole dims, which swap for odd turns."""
+    dims = call.numbers("dims", (0, 1)) or ()
+    text = " ".join(spec(len(call.shape), tuple(call.normalize(dim) for dim in dims)))
+    return parse_rule(f"{text} -> {text}", linear=True)
+
+
+def scattered(is_kept: bool, call: Call) -> OpRule:
+    """Write a tensor into part of dim `dim`, which is whole, of a copy of another."""
+    dim = call.dim("dim", 0)
+    names = spec(len(call.shape), (dim,))
+    part = names if is_kept else [name for name in names if name != "_"]
+    text = f"{' '.join(names)} + {' '.join(part)} -> {' '.join(names)}"
+    return parse_rule(text, linear=True)
+
+
+# ---------------------------------------------------------------------- x[...]
+
+
+def getitem(call: Call) -> OpRule:
+    """Index with ints, slices, None, `...` and tensors of positions.
+
+    Entries of the static argument `index`: an int, None, "...", ("slice", start, stop, step),
+    "tensor", which stands for the next operand, or ("list", size) for a list of ints.
+    """
+    names, operand, result = letters(len(call.shape)), [], []
+    tensors = [shape or () for shape in call.shapes[1:]]
+    entries = _entries(call)
+    lists = [entry[1:] for entry in entries if isinstance(entry, tuple) and entry[0] == "list"]
+    full = _broadcast([*tensors, *cast("list[tuple[int, ...]]", lists)])
+    rows = [f"i{i}" if not lists else "_" for i in range(len(full))]
+    address: dict[str, int] = {}
+    starts: list[int] = []
+    for entry in entries:
+        if entry is None:
+            result.append("1")
+            continue
+        name, size = names[len(operand)], call.shape[len(operand)]
+        if entry == "tensor" or (isinstance(entry, tuple) and entry[0] == "list"):
+            starts.append(len(result))
+            name = name if len(tensors) == 1 and not lists else "_"
+            address |= {name: 1} if name != "_" else {}
+        elif isinstance(entry, int):
+            address[name] = -1
+        else:
+            is_all = isinstance(entry, tuple) and range(size)[slice(*entry[1:])] == range(size)
+            name = name if is_all else "_"
+            result.append(name)
+        operand.append(name)
+    if starts:  # torch puts the dims of tensors that are not side by side first
+        at = starts[0] if len(set(starts)) == 1 else 0
+        result[at:at] = rows
+    indices = "".join(f", {aligned(rows, shape, full)}" for shape in tensors)
+    text = f"{' '.join(operand)}{indices} -> {' '.join(result)}"
+    return parse_rule(text, index=address, linear=(0,))
+
+
+def _entries(call: Call) -> list[Argument]:
+    """Write `...` and missing entries out as full slices."""
+    given = call.get("index")
+    if not isinstance(given, tuple) or "other" in given:
+        raise refuse("index", "the index must hold ints, slices, None, ... and positions")
+    full: Argument = ("slice", None, None, None)
+    count = len(call.shape) - sum(entry not in (None, "...") for entry in given)
+    if count < 0:
+        raise refuse("index", "there must be as many dims", index=given)
+    if "..." not in given:
+        return [*given, *[full] * count]
+    place = given.index("...")
+    return [*given[:place], *[full] * count, *given[place + 1 :]]
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    ndim = max(map(len, shapes), default=0)
+    padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
+
+
+def index_put(call: Call) -> OpRule:
+    """Write or add at positions in one dim; with positions in several dims all are whole."""
+    if call.flag("has_mask"):
+        raise refuse("index_put", "the indices must be positions")
+    names = letters(len(call.shape))
+    indices, values = call.shapes[1:-1], call.shapes[-1]
+    tensors = [shape for shape in indices if shape is not None]
+    dims = [dim for dim, shape in enumerate(indices) if shape is not None]
+    full = _broadcast(tensors)
+    rows = [f"i{i}" for i in range(len(full))]
+    if not call.flag("accumulate") or len(dims) > 1:
+        rows = ["_"] * len(full)
+    if len(dims) > 1:
+        names = ["_" if dim in dims else name for dim, name in enumerate(names)]
+    rest = [(names[i], call.shape[i]) for i in range(len(names)) if i not in dims]
+    start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    made = [*rest[:start], *zip(rows, full, strict=True), *rest[start:]]
+    whole = [name for name, _ in made]
+    value = aligned(whole, values or (), [size for _, size in made])
+    index = ", ".join(aligned(rows, shape, full) if shape else "" for shape in indices)
+    text = f"{' '.join(names)} + {index}, {value} -> {' '.join(names)}"
+    address = {names[dims[0]]: 1 + dims[0]} if len(dims) == 1 else {}
+    return parse_rule(text, index=address, linear=(0, len(call.shapes) - 1))
+
+
+RULES: dict[str, Rule] = {
+    "cat": cat,
+    "stack": stack,
+    "vstack": partial(stack_along, 0),
+    "hstack": partial(stack_along, 1),
+    "dstack": partial(stack_along, 2),
+    "column_stack": column_stack,
+    "meshgrid": meshgrid,
+    **dict.fromkeys("split chunk tensor_split".split(), partial(pieces, None)),
+    "vsplit": partial(pieces, 0),
+    "hsplit": partial(pieces, 1),
+    "dsplit": partial(pieces, 2),
+    "unbind": unbind,
+    "narrow": narrow,
+    "flip": partial(along, "dims"),
+    "roll": partial(along, "dims"),
+    "fliplr": parse_rule("a _ ... -> a _ ...", linear=True),
+    "flipud": parse_rule("_ ... -> _ ...", linear=True),
+    "rot90": rot90,
+    "select_scatter": partial(scattered, False),
+    "slice_scatter": partial(scattered, True),
+    "__getitem__": getitem,
+    "index_put": index_put,
+}

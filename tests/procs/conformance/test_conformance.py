@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance suite on real processes: gloo, a backend of a third party, and under pytest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel import BackendError
+from hyper_parallel.backends.cpu import CpuBackend
+from hyper_parallel.conformance import EMULATED, all_checks, run_conformance
+from hyper_parallel.conformance.worlds import run_on_ranks
+from support.procs import dies
+
+ROOT = Path(__file__).parents[3]
+SUITE = (sys.executable, "-m", "hyper_parallel.conformance", "-q", "-p", "no:cacheprovider")
+
+
+def statuses() -> dict[str, str]:
+    report = run_conformance("cpu", world="here")
+    return {f"{one.group}[{one.case}]": one.status or one.detail for one in report.results}
+
+
+def test_gloo_conforms(procs2: Any) -> None:
+    first, second = procs2.run(statuses)
+    assert first == second
+    assert "fail" not in first.values()
+    # What the table says is what the capabilities say.
+    answers = CpuBackend.capabilities
+    assert answers.reduces is not None and ("sum", "int16") in answers.widens
+    assert first["all_reduce[sum int16]"] == EMULATED
+    assert first["all_reduce[sum float32]"] == "pass"
+    assert first["all_reduce[max complex64]"] == "refused by design"
+    assert first["uneven all_gather[uneven float32]"] == EMULATED
+
+
+def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    paths = (str(ROOT / "examples"), str(folder), *filter(None, [os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        },
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def install(folder: Path, name: str, target: str) -> None:
+    """Leave in a folder what the installation of a package with an entry point leaves."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[hyper_parallel.backends]\n{name} = {target}\n")
+
+
+def test_a_third_partys_backend_is_found_and_conforms(tmp_path: Path) -> None:
+    install(tmp_path, "hub", "hub_backend:HubBackend")
+    done = run(tmp_path, *SUITE, "--backend", "hub", "--ranks", "2", "-rN")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(all_checks())} passed" in done.stdout
+
+
+def test_pytest_runs_what_it_selects(tmp_path: Path) -> None:
+    options = ("--world", "simulated", "--ranks", "3", "-k", "exchange or training", "-rA")
+    done = run(tmp_path, *SUITE, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"4 passed, {len(all_checks()) - 4} deselected" in done.stdout
+
+
+def test_pytest_is_not_needed_to_import_the_suite(tmp_path: Path) -> None:
+    (tmp_path / "pytest.py").write_text("raise ImportError('no pytest')")
+    done = run(tmp_path, sys.executable, "-c", "import hyper_parallel.conformance")
+    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, *SUITE)
+    assert (done.returncode, done.stdout.partition(":")[0]) == (2, "pytest is not installed")
+
+
+def test_a_process_that_dies_is_named_with_its_check() -> None:
+    with pytest.raises(BackendError) as caught:
+        run_on_ranks(dies, 1, "a check", world="processes", ranks=2, device_type="cpu")
+    assert str(caught.value) == (
+        "run_conformance: every rank must come to the end, but got rank=1, check='a check'. Look at"
+        " this check first: the process died with exit code 5."
+    )
+
+
+def test_a_process_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(BackendError, match="Look at this check first: it took too long"):
+        run_on_ranks(dies, 9, "x", world="processes", ranks=1, device_type="cpu", timeout=1)
