@@ -166,8 +166,8 @@ elu leaky_relu hardtanh softplus: input* first second third
 _SAME = "eq ne lt le gt ge add sub mul matmul pow"
 ALIASES = {
     **{f"__{name}__": name for name in _SAME.split()},
-    **dict(
-        pair.split("=")
+    **{
+        pair.partition("=")[0]: pair.partition("=")[2]
         for pair in """
 __and__=bitwise_and __or__=bitwise_or __xor__=bitwise_xor __invert__=bitwise_not
 __rand__=bitwise_and __ror__=bitwise_or __rxor__=bitwise_xor __lshift__=bitwise_left_shift
@@ -185,7 +185,7 @@ linalg_matmul=matmul linalg_vector_norm=vector_norm constant_pad_nd=pad unsafe_s
 unsafe_chunk=chunk split_with_sizes=split multigammaln=mvlgamma
 _threshold=threshold trapz=trapezoid fold=col2im _grouped_mm=grouped_mm
 """.split()
-    ),
+    },
 }
 # The op behind a prefix, and what also exists as NAME_copy, is the op itself.
 PREFIXES = ("special_",)
