@@ -138,7 +138,7 @@ CALLS: dict[str, list[OpCall]] = {
     "view_as_complex": [c(torch.view_as_complex, "ab2")],
     "view_as_real": [c(torch.view_as_real, AB, "k")],
     "complex": [c(torch.complex, "ab ab")],
-    "polar": [c(torch.polar, "ab ab", "pf")],
+    "polar": [c(torch.polar, "ab ab", "pf"), c(lambda x, y: torch.polar(abs=x, angle=y), "ab ab")],
     "to": [
         c(method("to", torch.float32)),
         c(method("to", dtype=torch.int32)),
@@ -619,6 +619,7 @@ CALLS |= {
     "transpose": [
         c(method("transpose", 0, 1)),
         c(lambda x: torch.transpose(x, dim0=-1, dim1=0), "cab"),
+        c(lambda x: torch.swapaxes(x, axis0=0, axis1=2), "cab"),
         c(method("swapaxes", 0, 1)),
     ],
     "mT": [c(lambda x: x.mT, "cab")],
