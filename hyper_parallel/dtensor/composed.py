@@ -34,7 +34,7 @@ def composed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _is_ours(given: dict[str, Any]) -> bool:
     """Tell whether the first argument is a DTensor, of real numbers, and no `out=` is given."""
-    x = given.get("input")
+    x: Any = given.get("input")
     is_real = hasattr(x, "_layout") and not x.dtype.is_complex
     return is_real and given.get("out") is None
 

@@ -71,7 +71,7 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     """
     where = f"DTensor op {name!r}"
     target, others, named = _split_target(args, kwargs)
-    for one in target if isinstance(target, (list, tuple)) else (target,):
+    for one in target if type(target) in (list, tuple) else (target,):
         _refuse_target(cls, where, one)
     base = _OPERATORS.get(name, name.rstrip("_"))
     operands = (*others, *named.values())
@@ -96,7 +96,7 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     return target
 
 
-def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: Sequence[Any]) -> bool:
+def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, ...]) -> bool:
     """Tell whether an element-wise op may run on the target's local part."""
     if not isinstance(target, cls):
         return False  # several results

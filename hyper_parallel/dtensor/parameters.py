@@ -71,7 +71,7 @@ scatter_reduce: input* dim index* src* reduce
 index_add index_copy index_fill: input* dim index* src|source|value*
 index_reduce: input* dim index* src|source* reduce
 index_put: input* indices* values* accumulate
-transpose: input* dim0 dim1
+transpose: input* dim0|axis0 dim1|axis1
 t mT mH: input*
 movedim: input* source destination
 permute: input* dims...
@@ -123,7 +123,8 @@ pixel_unshuffle: input* downscale_factor
 grid_sample: input* grid* mode padding_mode align_corners
 max_pool1d max_pool2d max_pool3d: input* kernel_size stride padding dilation ceil_mode
     return_indices
-linalg_solve linalg_solve_triangular cholesky_solve: A* B*
+linalg_solve linalg_solve_triangular: A* B*
+cholesky_solve: B* L|input2*
 triangular_solve: b* A*
 cross linalg_cross: input* other* dim
 linalg_qr: A* mode
@@ -137,10 +138,10 @@ lerp: input* end* weight*
 addcmul addcdiv: input* tensor1* tensor2*
 add sub mul maximum minimum eq ne lt le gt ge fmod remainder: input* other*
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor: input* other*
-atan2 floor_divide rdiv copysign float_power fmax fmin gcd lcm heaviside hypot: input* other*
+atan2 floor_divide rdiv copysign float_power fmax fmin gcd lcm heaviside hypot: input* other|exponent|values*
 igamma igammac logaddexp logaddexp2 nextafter xlogy xlog1py zeta ldexp isclose: input* other*
 bitwise_left_shift bitwise_right_shift: input* other*
-complex polar: real* imag*
+complex polar: real|abs* imag|angle*
 div: input* other* rounding_mode
 npu_rms_norm: x|self* gamma* epsilon
 npu_add_rms_norm: x1* x2* gamma* epsilon
@@ -166,8 +167,8 @@ elu leaky_relu hardtanh softplus: input* first second third
 _SAME = "eq ne lt le gt ge add sub mul matmul pow"
 ALIASES = {
     **{f"__{name}__": name for name in _SAME.split()},
-    **dict(
-        pair.split("=")
+    **{
+        pair.partition("=")[0]: pair.partition("=")[2]
         for pair in """
 __and__=bitwise_and __or__=bitwise_or __xor__=bitwise_xor __invert__=bitwise_not
 __rand__=bitwise_and __ror__=bitwise_or __rxor__=bitwise_xor __lshift__=bitwise_left_shift
@@ -185,7 +186,7 @@ linalg_matmul=matmul linalg_vector_norm=vector_norm constant_pad_nd=pad unsafe_s
 unsafe_chunk=chunk split_with_sizes=split multigammaln=mvlgamma
 _threshold=threshold trapz=trapezoid fold=col2im _grouped_mm=grouped_mm
 """.split()
-    ),
+    },
 }
 # The op behind a prefix, and what also exists as NAME_copy, is the op itself.
 PREFIXES = ("special_",)

@@ -79,7 +79,6 @@ class BoundCall:
     """The other arguments by name, hashable."""
 
 
-@lru_cache(maxsize=4096)
 def _is_device_type(name: str) -> bool:
     """Tell whether a method moves to a device, such as Tensor.cpu."""
     if not hasattr(torch.Tensor, name) or name.startswith("_"):
@@ -90,6 +89,7 @@ def _is_device_type(name: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=4096)
 def op_name(func: Any) -> str:
     """Give the rule-table name of a torch function or method."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]  # torch.ops.aten.mul.Scalar

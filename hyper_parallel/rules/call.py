@@ -41,11 +41,19 @@ class Call:
         Raises:
             RuleError: it is not a tensor.
         """
-        first = self.shapes[0] if self.shapes else None
-        if first is None:
-            must = "the first operand must be a tensor"
+        return self.shape_of(0)
+
+    def shape_of(self, operand: int) -> tuple[int, ...]:
+        """Give an operand's shape.
+
+        Raises:
+            RuleError: it is absent, or not a tensor.
+        """
+        shape = self.shapes[operand] if operand < len(self.shapes) else None
+        if shape is None:
+            must = f"operand {operand} must be a tensor"
             raise RuleError(describe("Call", must, "Pass a tensor", shapes=self.shapes))
-        return first
+        return shape
 
     def get(self, name: str, default: Argument = None) -> Argument:
         """Give a static argument, or `default` where the call leaves it out."""

@@ -8,10 +8,12 @@ leaves them out. Where the positions are cut instead, every rank looks up or add
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, letters, refuse, spec
+from hyper_parallel.rules.call import Argument, Call, Rule, aligned, letters, refuse, spec
 
 __all__ = ["RULES"]
 
@@ -67,7 +69,7 @@ def scatter(is_added: bool, call: Call) -> OpRule:
     if not is_added and call.get("reduce") is not None:
         raise refuse("scatter", "reduce must be left out")
     source = call.shapes[2] if len(call.shapes) > 2 else None
-    if source is not None and source != call.shapes[1]:
+    if source is not None and source != call.shape_of(1):
         return _whole(call)  # only a part of src is read
     if not is_added:
         positions[dim] = "_"
@@ -119,7 +121,7 @@ def select(call: Call) -> OpRule:
 def take(call: Call) -> OpRule:
     """Take elements of the flattened, whole operand."""
     whole = " ".join(["_"] * len(call.shape))
-    names = " ".join(spec(len(call.shapes[1] or ())))
+    names = " ".join(spec(len(call.shape_of(1))))
     return parse_rule(f"{whole}, {names} -> {names}", linear=(0,))
 
 
@@ -128,6 +130,110 @@ def isin(call: Call) -> OpRule:
     first, second = (len(shape or ()) for shape in call.shapes)
     names, whole = " ".join(letters(first)), " ".join(["_"] * second)
     return parse_rule(f"{names}, {whole} -> {names}")
+
+
+# ---------------------------------------------------------------------- x[...]
+
+
+def getitem(call: Call) -> OpRule:
+    """Index with ints, slices, None, `...` and tensors of positions.
+
+    Entries of the static argument `index`: an int, None, "...", ("slice", start, stop, step),
+    "tensor", which stands for the next operand, or ("list", size) for a list of ints.
+    """
+    names = letters(len(call.shape))
+    operand: list[str] = []
+    result: list[str] = []
+    entries = _entries(call)
+    sizes = [shape or () for shape in call.shapes[1:]]
+    lists = [size for entry in entries if (size := _list_size(entry)) is not None]
+    full = _broadcast([*sizes, *((size,) for size in lists)])
+    has_one = len(sizes) == 1 and not lists
+    rows = [f"i{i}" if not lists else "_" for i in range(len(full))]
+    address: dict[str, int] = {}
+    starts: list[int] = []
+    for entry in entries:
+        if entry is None:
+            result.append("1")
+            continue
+        name, size = names[len(operand)], call.shape[len(operand)]
+        if entry == "tensor" or _list_size(entry) is not None:
+            starts.append(len(result))
+            name = name if has_one else "_"
+            address |= {name: 1} if has_one else {}
+        elif isinstance(entry, int):
+            address[name] = -1
+        else:
+            name = name if _is_full(entry, size) else "_"
+            result.append(name)
+        operand.append(name)
+    if starts:  # torch puts the dims of tensors that are not side by side first
+        at = starts[0] if len(set(starts)) == 1 else 0
+        result[at:at] = rows
+    indices = "".join(f", {aligned(rows, shape, full)}" for shape in sizes)
+    text = f"{' '.join(operand)}{indices} -> {' '.join(result)}"
+    return parse_rule(text, index=address, linear=(0,))
+
+
+def _list_size(entry: Argument) -> int | None:
+    if not isinstance(entry, tuple) or entry[0] != "list":
+        return None
+    return entry[1] if isinstance(entry[1], int) else None
+
+
+def _is_full(entry: Argument, size: int) -> bool:
+    """Tell whether a slice takes all of a dim."""
+    bounds = entry[1:] if isinstance(entry, tuple) else ()
+    if len(bounds) != 3 or not all(bound is None or isinstance(bound, int) for bound in bounds):
+        return False
+    start, stop, step = cast("tuple[int | None, int | None, int | None]", bounds)
+    return range(size)[start:stop:step] == range(size)
+
+
+def _entries(call: Call) -> list[Argument]:
+    """Write `...` and missing entries out as full slices."""
+    given = call.get("index")
+    if not isinstance(given, tuple) or "other" in given:
+        raise refuse("index", "the index must hold ints, slices, None, ... and positions")
+    full: Argument = ("slice", None, None, None)
+    count = len(call.shape) - sum(entry not in (None, "...") for entry in given)
+    if count < 0:
+        raise refuse("index", "there must be as many dims", index=given)
+    if "..." not in given:
+        return [*given, *[full] * count]
+    place = given.index("...")
+    return [*given[:place], *[full] * count, *given[place + 1 :]]
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    ndim = max(map(len, shapes), default=0)
+    padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
+
+
+def index_put(call: Call) -> OpRule:
+    """Write or add at positions in one dim; with positions in several dims all are whole."""
+    if call.flag("has_mask"):
+        raise refuse("index_put", "the indices must be positions")
+    names = letters(len(call.shape))
+    indices, values = call.shapes[1:-1], call.shapes[-1]
+    tensors = [shape for shape in indices if shape is not None]
+    dims = [dim for dim, shape in enumerate(indices) if shape is not None]
+    full = _broadcast(tensors)
+    rows = [f"i{i}" for i in range(len(full))]
+    if not call.flag("accumulate") or len(dims) > 1:
+        rows = ["_"] * len(full)
+    if len(dims) > 1:
+        names = ["_" if dim in dims else name for dim, name in enumerate(names)]
+    rest = [(names[i], call.shape[i]) for i in range(len(names)) if i not in dims]
+    start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    made = [*rest[:start], *zip(rows, full, strict=True), *rest[start:]]
+    whole = [name for name, _ in made]
+    value = aligned(whole, values or (), [size for _, size in made])
+    index = ", ".join(aligned(rows, shape, full) if shape else "" for shape in indices)
+    text = f"{' '.join(names)} + {index}, {value} -> {' '.join(names)}"
+    address = {names[dims[0]]: 1 + dims[0]} if len(dims) == 1 else {}
+    return parse_rule(text, index=address, linear=(0, len(call.shapes) - 1))
 
 
 RULES: dict[str, Rule] = {
@@ -140,6 +246,8 @@ RULES: dict[str, Rule] = {
     "scatter_reduce": scatter_reduce,
     **{f"index_{kind}": partial(index_write, kind) for kind in ("add", "copy", "fill", "reduce")},
     "select": select,
+    "__getitem__": getitem,
+    "index_put": index_put,
     "take": take,
     "isin": isin,
 }

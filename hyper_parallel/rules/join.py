@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of joining, splitting, slicing and indexing: the dim that is worked on is whole."""
+"""Rules of joining, splitting and slicing: the dim that is worked on is whole."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Argument, Call, Rule, aligned, letters, refuse, spec
+from hyper_parallel.rules.call import Argument, Call, Rule, letters, refuse, spec
 
 __all__ = ["RULES"]
 
@@ -148,93 +146,6 @@ def scattered(is_kept: bool, call: Call) -> OpRule:
     return parse_rule(text, linear=True)
 
 
-# ---------------------------------------------------------------------- x[...]
-
-
-def getitem(call: Call) -> OpRule:
-    """Index with ints, slices, None, `...` and tensors of positions.
-
-    Entries of the static argument `index`: an int, None, "...", ("slice", start, stop, step),
-    "tensor", which stands for the next operand, or ("list", size) for a list of ints.
-    """
-    names, operand, result = letters(len(call.shape)), [], []
-    tensors = [shape or () for shape in call.shapes[1:]]
-    entries = _entries(call)
-    lists = [entry[1:] for entry in entries if isinstance(entry, tuple) and entry[0] == "list"]
-    full = _broadcast([*tensors, *cast("list[tuple[int, ...]]", lists)])
-    rows = [f"i{i}" if not lists else "_" for i in range(len(full))]
-    address: dict[str, int] = {}
-    starts: list[int] = []
-    for entry in entries:
-        if entry is None:
-            result.append("1")
-            continue
-        name, size = names[len(operand)], call.shape[len(operand)]
-        if entry == "tensor" or (isinstance(entry, tuple) and entry[0] == "list"):
-            starts.append(len(result))
-            name = name if len(tensors) == 1 and not lists else "_"
-            address |= {name: 1} if name != "_" else {}
-        elif isinstance(entry, int):
-            address[name] = -1
-        else:
-            is_all = isinstance(entry, tuple) and range(size)[slice(*entry[1:])] == range(size)
-            name = name if is_all else "_"
-            result.append(name)
-        operand.append(name)
-    if starts:  # torch puts the dims of tensors that are not side by side first
-        at = starts[0] if len(set(starts)) == 1 else 0
-        result[at:at] = rows
-    indices = "".join(f", {aligned(rows, shape, full)}" for shape in tensors)
-    text = f"{' '.join(operand)}{indices} -> {' '.join(result)}"
-    return parse_rule(text, index=address, linear=(0,))
-
-
-def _entries(call: Call) -> list[Argument]:
-    """Write `...` and missing entries out as full slices."""
-    given = call.get("index")
-    if not isinstance(given, tuple) or "other" in given:
-        raise refuse("index", "the index must hold ints, slices, None, ... and positions")
-    full: Argument = ("slice", None, None, None)
-    count = len(call.shape) - sum(entry not in (None, "...") for entry in given)
-    if count < 0:
-        raise refuse("index", "there must be as many dims", index=given)
-    if "..." not in given:
-        return [*given, *[full] * count]
-    place = given.index("...")
-    return [*given[:place], *[full] * count, *given[place + 1 :]]
-
-
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    ndim = max(map(len, shapes), default=0)
-    padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
-    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
-
-
-def index_put(call: Call) -> OpRule:
-    """Write or add at positions in one dim; with positions in several dims all are whole."""
-    if call.flag("has_mask"):
-        raise refuse("index_put", "the indices must be positions")
-    names = letters(len(call.shape))
-    indices, values = call.shapes[1:-1], call.shapes[-1]
-    tensors = [shape for shape in indices if shape is not None]
-    dims = [dim for dim, shape in enumerate(indices) if shape is not None]
-    full = _broadcast(tensors)
-    rows = [f"i{i}" for i in range(len(full))]
-    if not call.flag("accumulate") or len(dims) > 1:
-        rows = ["_"] * len(full)
-    if len(dims) > 1:
-        names = ["_" if dim in dims else name for dim, name in enumerate(names)]
-    rest = [(names[i], call.shape[i]) for i in range(len(names)) if i not in dims]
-    start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    made = [*rest[:start], *zip(rows, full, strict=True), *rest[start:]]
-    whole = [name for name, _ in made]
-    value = aligned(whole, values or (), [size for _, size in made])
-    index = ", ".join(aligned(rows, shape, full) if shape else "" for shape in indices)
-    text = f"{' '.join(names)} + {index}, {value} -> {' '.join(names)}"
-    address = {names[dims[0]]: 1 + dims[0]} if len(dims) == 1 else {}
-    return parse_rule(text, index=address, linear=(0, len(call.shapes) - 1))
-
-
 RULES: dict[str, Rule] = {
     "cat": cat,
     "stack": stack,
@@ -256,6 +167,4 @@ RULES: dict[str, Rule] = {
     "rot90": rot90,
     "select_scatter": partial(scattered, False),
     "slice_scatter": partial(scattered, True),
-    "__getitem__": getitem,
-    "index_put": index_put,
 }

@@ -37,7 +37,7 @@ def plus_product(product: str, result: str, call: Call, empty: bool = True) -> O
         for dims, shape in operands
         for name, size in zip(dims.split(), shape or (), strict=True)
     }
-    bias = aligned(names, call.shapes[0] or (), tuple(sizes[name] for name in names))
+    bias = aligned(names, call.shape_of(0), tuple(sizes[name] for name in names))
     return parse_rule(f"{bias} + {product} -> {result}", linear=True, empty=empty)
 
 

@@ -63,7 +63,7 @@ def attention(call: Call) -> OpRule:
     Keys and head dim are whole. Causal attention keeps the query rows whole too, since a row's
     position counts. With `enable_gqa` query heads are `(key heads, group)`.
     """
-    query, key = call.shape, call.shapes[1] or ()
+    query, key = call.shape, call.shape_of(1)
     rows = "_" if call.flag("is_causal") else "s"
     lead_names = [f"b{i}" for i in range(len(query) - 3)] + ["h"] * (len(query) > 2)
     is_grouped = call.flag("enable_gqa") and query[-3:-2] != key[-3:-2]
@@ -72,7 +72,7 @@ def attention(call: Call) -> OpRule:
     text = f"{query_lead} {rows} _, {lead} _ _, {lead} _ e"
     if len(call.shapes) == 4:
         names = [*query_names, rows, "_"]
-        text += f", {aligned(names, call.shapes[3] or (), (*query[:-1], key[-2]))}"
+        text += f", {aligned(names, call.shape_of(3), (*query[:-1], key[-2]))}"
     text += f" -> {query_lead} {rows} e"
     is_random = bool(call.get("dropout_p", 0.0))
     return parse_rule(text, linear=() if is_random else (2,), random=is_random)

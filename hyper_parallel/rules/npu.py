@@ -16,14 +16,14 @@ __all__ = ["RULES"]
 
 def rms_norm(call: Call) -> OpRule:
     """Normalise the last dims, those of gamma; the second result has size 1 there."""
-    ndim = len(call.shapes[1] or ())
+    ndim = len(call.shape_of(1))
     whole, ones = " ".join(["_"] * ndim), " ".join(["1"] * ndim)
     return parse_rule(f"... {whole}, {whole} -> ... {whole}, ... {ones}")
 
 
 def add_rms_norm(call: Call) -> OpRule:
     """Add, then normalise as `npu_rms_norm`; the sum is the third result."""
-    ndim = len(call.shapes[2] or ())
+    ndim = len(call.shape_of(2))
     whole, ones = " ".join(["_"] * ndim), " ".join(["1"] * ndim)
     text = f"... {whole}, ... {whole}, {whole} -> ... {whole}, ... {ones}, ... {whole}"
     return parse_rule(text)
@@ -53,9 +53,9 @@ def fusion_attention(call: Call) -> OpRule:
     layout, heads = str(call.get("input_layout")), call.number("head_num")
     if layout not in _LAYOUTS or len(call.shapes) not in (3, 4):
         raise refuse("npu_fusion_attention", "the layout must be dense", input_layout=layout)
-    if len(call.shapes) == 4 and len(call.shapes[3] or ()) != 2:
+    if len(call.shapes) == 4 and len(call.shape_of(3)) != 2:
         raise refuse("npu_fusion_attention", "the mask must have two dims", shapes=call.shapes)
-    query, key = call.shape, call.shapes[1] or ()
+    query, key = call.shape, call.shape_of(1)
     if layout in ("BSH", "SBH"):
         key_heads = heads * key[2] // query[2]
     else:

@@ -59,7 +59,7 @@ def one_hot(call: Call) -> OpRule:
 
 def prelu(call: Call) -> OpRule:
     """Leaky unit with one slope, or a slope for each channel (dim 1)."""
-    slopes, ndim = call.shapes[1] or (), len(call.shape)
+    slopes, ndim = call.shape_of(1), len(call.shape)
     if slopes in ((), (1,)) or ndim < 2:
         return parse_rule("..., _ -> ..." if slopes else "..., -> ...")
     rest = " ".join(f"d{i}" for i in range(ndim - 2))

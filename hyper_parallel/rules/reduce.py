@@ -110,7 +110,7 @@ def trapezoid(is_kept: bool, call: Call) -> OpRule:
 
 def searchsorted(call: Call) -> OpRule:
     """Positions of values in whole sorted rows; leading dims go together."""
-    rows, values = call.shapes[0] or (), call.shapes[1]
+    rows, values = call.shape_of(0), call.shapes[1]
     if values is None:
         return parse_rule("_, -> ")
     sorter = len(call.shapes) > 2

@@ -16,7 +16,7 @@ def conv(is_transposed: bool, call: Call) -> OpRule:
 
     With `groups` the groups are cut in place of channels, and rewritten per rank (`local`).
     """
-    weight, groups = call.shapes[1] or (), call.number("groups", 1)
+    weight, groups = call.shape_of(1), call.number("groups", 1)
     space = " ".join(["_"] * (len(weight) - 2))
     batch = "n" if len(call.shape) == len(weight) else ""
     if groups == 1:

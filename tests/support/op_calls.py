@@ -5,7 +5,7 @@ A call is a function of its operands, their shapes and kinds. Shapes are written
 sizes are multiples of each number of ranks (EVEN: every factor can be cut) or not (UNEVEN), digits
 are sizes, and "." is a tensor of no dims: "ab b1 ." is three operands. Kinds, one letter for each:
 f any number, p positive, u within (-1, 1), z within (0, 1), b truth, i a position below 3, j one
-below 0, n a small natural, e an int32 8, s a sorted last dim, o ones and minus ones, l a
+below 0, n a small natural, e an int32 8, s a sorted last dim, v ones and minus ones, l a
 distribution over dim 1, q a well-conditioned matrix, y a symmetric positive one, w a float32, r all
 positions in reverse, k a complex number. A capital letter is for an operand that has no gradient.
 """
@@ -60,7 +60,7 @@ def _draw(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         "i": lambda: (x.abs() * 100).long() % 3,
         "n": lambda: (x.abs() * 100).long() % 7 + 1,
         "s": lambda: x.sort(-1).values,
-        "o": lambda: x.sign(),
+        "v": lambda: x.sign(),
         "l": lambda: x.softmax(1),
         "z": lambda: x.sigmoid(),
         "y": lambda: x @ x.mT + 4 * torch.eye(shape[-1], dtype=x.dtype),
@@ -138,7 +138,7 @@ CALLS: dict[str, list[OpCall]] = {
     "view_as_complex": [c(torch.view_as_complex, "ab2")],
     "view_as_real": [c(torch.view_as_real, AB, "k")],
     "complex": [c(torch.complex, "ab ab")],
-    "polar": [c(torch.polar, "ab ab", "pf")],
+    "polar": [c(torch.polar, "ab ab", "pf"), c(lambda x, y: torch.polar(abs=x, angle=y), "ab ab")],
     "to": [
         c(method("to", torch.float32)),
         c(method("to", dtype=torch.int32)),
@@ -269,7 +269,7 @@ CALLS: dict[str, list[OpCall]] = {
     "einsum": [
         c(partial(torch.einsum, equation), shapes)
         for equation, shapes in (
-            ("abc,dc->abd", "abc dc"),
+            ("abc,xc->abx", "abc dc"),
             ("bhqd,bhkd->bhqk", "abca abda"),
             ("...ab,...bc", "dab dbc"),
             ("ab,ab->", "ab ab"),
@@ -466,9 +466,9 @@ CALLS |= {
     **loss("binary_cross_entropy_with_logits", "ab ab", "fz"),
     **loss("poisson_nll_loss", "ab ab", "fp"),
     **loss("gaussian_nll_loss", "ab ab a1", "ffp"),
-    **loss("soft_margin_loss", "ab ab", "fO"),
-    **loss("hinge_embedding_loss", "ab ab", "fO"),
-    **loss("margin_ranking_loss", "ab ab ab", "ffO"),
+    **loss("soft_margin_loss", "ab ab", "fV"),
+    **loss("hinge_embedding_loss", "ab ab", "fV"),
+    **loss("margin_ranking_loss", "ab ab ab", "ffV"),
     **loss("triplet_margin_loss", "ab ab ab"),
     **loss("multilabel_margin_loss", "ab ab", "fi"),
     "multi_margin_loss": [
@@ -476,7 +476,7 @@ CALLS |= {
         for r in _LOSSES
     ],
     **loss("multilabel_soft_margin_loss", "ab ab b", "fzP"),
-    **loss("cosine_embedding_loss", "ab ab a", "ffO"),
+    **loss("cosine_embedding_loss", "ab ab a", "ffV"),
     "kl_div": [c(partial(F.kl_div, reduction=r), "ab ab", "fz") for r in (*_LOSSES, "batchmean")],
     "pairwise_distance": [
         c(F.pairwise_distance, "ab ab"),
@@ -572,8 +572,8 @@ CALLS |= {
     "linalg_cross": [c(torch.linalg.cross, "ab3 ab3")],
     **{
         f"fft_{name}{dims}": [
-            c(getattr(torch.fft, name + dims), "abd"),
-            *([c(partial(getattr(torch.fft, name + dims), dim=dim), "abd")]),
+            c(getattr(torch.fft, name + dims), "abc"),
+            *([c(partial(getattr(torch.fft, name + dims), dim=dim), "abc")]),
         ]
         for dims, dim in (("", 0), ("2", (0, 2)), ("n", (1,)))
         for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
@@ -619,6 +619,7 @@ CALLS |= {
     "transpose": [
         c(method("transpose", 0, 1)),
         c(lambda x: torch.transpose(x, dim0=-1, dim1=0), "cab"),
+        c(lambda x: torch.swapaxes(x, axis0=0, axis1=2), "cab"),
         c(method("swapaxes", 0, 1)),
     ],
     "mT": [c(lambda x: x.mT, "cab")],
@@ -672,7 +673,7 @@ CALLS |= {
     ],
     "vstack": [c(lambda x, y: torch.vstack([x, y]), s) for s in ("ab cb", "b b")],
     "hstack": [c(lambda x, y: torch.hstack([x, y]), s) for s in ("ab ac", "b b")],
-    "dstack": [c(lambda x, y: torch.dstack([x, y]), s) for s in ("abc abd", "ab ab")],
+    "dstack": [c(lambda x, y: torch.dstack([x, y]), s) for s in ("abc abc", "ab ab")],
     "column_stack": [c(lambda x, y: torch.column_stack([x, y]), s) for s in ("ab ac", "b b")],
     "meshgrid": [c(partial(torch.meshgrid, indexing=i), "a b") for i in ("ij", "xy")],
     "split": [
