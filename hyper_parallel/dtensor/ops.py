@@ -111,7 +111,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if tensors[0]._layout.mesh.get_coordinate() is None:
         result = _outside(cls, name, _whole_result(func, args, kwargs), spec, moved)
     elif spec.random:
-        result = _draw(cls, call, spec, moved, name)
+        result = _draw(cls, call, spec, moved, name, kwargs.get("generator"))
     elif has_rule:
         result = apply(cls, call, spec, moved)
         if raw is not None:
@@ -200,14 +200,17 @@ def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
     return bool(plain)
 
 
-def _draw(cls: type[Any], call: Any, spec: Spec, tensors: Sequence[Any], name: str) -> Any:
+def _draw(
+    cls: type[Any], call: Any, spec: Spec, tensors: Sequence[Any], name: str, generator: Any
+) -> Any:
     """Run a random op by its rule; see [Note: random numbers] in random.py."""
     device = tensors[0].device
-    agree(spec.inputs[0].mesh, device, name)  # type: ignore[arg-type]
     layout = (spec.outputs or spec.inputs)[0]
-    if layout.is_replicated:
+    if generator is None:
+        agree(layout.mesh, device, name)  # type: ignore[arg-type]
+    if layout.is_replicated or device.type == "meta":
         return apply(cls, call, spec, tensors)
-    with own_draw(layout, device):
+    with own_draw(layout, device, generator):
         return apply(cls, call, spec, tensors)
 
 
