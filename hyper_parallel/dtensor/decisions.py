@@ -349,10 +349,12 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
     """Decide for an op without a rule: every operand is gathered, the result is replicated.
 
     Raises:
-        RuleError: under `strict_rules`, or the op depends on data.
+        RuleError: under `strict_rules`, or the shape of its result depends on data of which this
+            rank has a part.
     """
     fix = f"register_op_rule({name!r}, '... -> ...')"
-    if name in _DATA_DEPENDENT or getattr(_strict, "on", False):
+    is_moved = any(not t._layout.is_replicated for t in tensors)
+    if (name in _DATA_DEPENDENT and is_moved) or getattr(_strict, "on", False):
         raise RuleError(
             describe(
                 f"DTensor op {name!r}",
@@ -361,7 +363,6 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
                 layouts=[t._layout for t in tensors],
             )
         )
-    is_moved = any(not t._layout.is_replicated for t in tensors)
     if is_moved and name not in _warned and name not in _READS:
         _warned.add(name)
         has_rule = name in names()

@@ -123,6 +123,15 @@ def test_statistics_of_half_precision_add_up_in_single():
         torch.testing.assert_close(op(x).full_tensor(), op(whole))
 
 
+@simulate(2)
+def test_statistics_under_autocast_have_the_dtype_of_the_plain_op():
+    whole = seeded(6, 3, dtype=torch.bfloat16)
+    x = laid(whole, line(2), Shard(0))
+    for op in (lambda t: t.norm(), lambda t: t.softmax(0), lambda t: t.var(0), lambda t: t.mean()):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert op(x).dtype == op(whole).dtype
+
+
 LOSSES = {
     "plain": {},
     "ignored": {"ignore_index": 1},

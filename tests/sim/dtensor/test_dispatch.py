@@ -181,6 +181,13 @@ def test_data_dependent_ops_are_refused():
 
 
 @simulate(2)
+def test_data_dependent_ops_run_on_what_every_rank_holds():
+    x, whole = made(Replicate())
+    for op in (torch.nonzero, torch.unique, lambda t: t.masked_select(t > 0), torch.argwhere):
+        same(op(x), op(whole))
+
+
+@simulate(2)
 def test_strict_rules_makes_a_gather_an_error_and_ends_with_the_block():
     x, whole = made()
     refused = pytest.raises(RuleError, match=r"'linalg_vander': .* register_op_rule\(")
