@@ -204,7 +204,7 @@ def _constant(cls: type[Any], tensor: Any, val: float) -> Any:
 def _transpose_in_place(tensor: Any) -> Any:
     """Serve `tensor.t_()`, which changes no element; torch.nn.init.orthogonal_ calls it."""
     inplace.refuse_gradient("DTensor op 't_'", [tensor])
-    _data(type(tensor), "__set__", tensor, tensor.detach().t())
+    _data("__set__", type(tensor), None, (tensor, tensor.detach().t()), {})
     tensor._is_scattered = True
     return tensor
 
