@@ -6,9 +6,11 @@ The handle of a mesh is torch's DeviceMesh, so both sides use the same process g
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -23,7 +25,7 @@ from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
 from hyper_parallel.errors import BackendError, LayoutError, describe
-from hyper_parallel.runtime.interface import ArrayOps, Capabilities, Communicator
+from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 from hyper_parallel.runtime.mesh import DeviceMesh
 
 __all__ = ["TorchBackend"]
@@ -156,19 +158,22 @@ class TorchBackend:
 
     def communicator(self, mesh: AbstractMesh, handle: TorchMesh, axis: int) -> TorchCommunicator:
         """Give the collectives of one axis for this rank."""
-        return TorchCommunicator(
-            handle.get_group(axis),
-            mesh.group_ranks(axis, rank=dist.get_rank()),
-            self.device_type,
-            dtypes=self.dtypes,
-            uneven=self.capabilities.uneven_gather,
-        )
+        ranks = mesh.group_ranks(axis, rank=dist.get_rank())
+        return self._communicator(handle.get_group(axis), ranks)
 
     def joint_communicator(self, mesh: Any, axes: tuple[int, ...]) -> TorchCommunicator:
         """Make the group of several axes for this rank; collective over its ranks."""
+        ranks = mesh.submesh_ranks(axes, rank=dist.get_rank())
+        return self._communicator(_joint_group(mesh, axes), ranks)
+
+    def union_communicator(self, ranks: tuple[int, ...]) -> TorchCommunicator:
+        """Make a group of any ranks; collective over them."""
+        return self._communicator(_group_of(ranks, "union"), ranks)
+
+    def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> TorchCommunicator:
         return TorchCommunicator(
-            _joint_group(mesh, axes),
-            mesh.submesh_ranks(axes, rank=dist.get_rank()),
+            group,
+            ranks,
             self.device_type,
             dtypes=self.dtypes,
             uneven=self.capabilities.uneven_gather,
@@ -200,8 +205,13 @@ def _slice(handle: TorchMesh, axes: Sequence[int]) -> torch.Tensor:
 
 
 def _joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
-    """Give a group over several axes, made by its ranks alone; the default group if it is all."""
-    ranks = list(mesh.submesh_ranks(axes, rank=dist.get_rank()))
+    """Give a group over several axes, made by its ranks alone."""
+    name = "_".join(mesh.axis_names[axis] for axis in axes)
+    return _group_of(mesh.submesh_ranks(axes, rank=dist.get_rank()), f"mesh_{name}")
+
+
+def _group_of(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+    """Give a group that its ranks alone make; the default group if it is all."""
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     if len(ranks) == dist.get_world_size():
         return world
@@ -214,25 +224,38 @@ def _joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
                 device_id=str(world.bound_device_id),
             )
         )
-    _level_group_counts([mesh.communicator(axis) for axis in axes if mesh.shape[axis] > 1])
-    name = "_".join(mesh.axis_names[axis] for axis in axes)
-    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"mesh_{name}")
+    _level_group_counts(ranks)
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
     return cast(dist.ProcessGroup, group)
 
 
-def _level_group_counts(communicators: Sequence[Communicator]) -> None:
-    """Give all ranks that can be reached over these axes the same number of groups.
+# How many groups this process has made of the same ranks; every one of those ranks counts alike.
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def _level_group_counts(ranks: tuple[int, ...]) -> None:
+    """Give all ranks of a group to be made the same number of groups.
 
     torch names a group that its members alone make by their ranks and by how many groups a process
     has. Members that have different numbers wait for each other under different names, for ever. So
     those that have fewer add groups of their own rank only, which take no peer and no connection.
+    They agree through the store, for no group need connect them yet.
     """
-    names: dict[Any, Any] = distributed_c10d._world.pg_names
-    count = len(names)
-    for comm in communicators:
-        count = max(n for (n,) in comm.all_gather_ints([count]))
+    if dist.get_backend() == "fake":  # one process stands for all
+        return
+    world: Any = distributed_c10d._world
+    names, (_, store) = world.pg_names, world.pg_map[dist.group.WORLD]
+    rank, members = dist.get_rank(), tuple(sorted(ranks))
+    _made[members] += 1
+    text = f"{members} {_made[members]}".encode()
+    key = f"hyper_parallel/{hashlib.sha1(text, usedforsecurity=False).hexdigest()}"
+    store.set(f"{key}/{rank}", str(len(names)))
+    if rank == members[0]:
+        most = max(int(store.get(f"{key}/{member}")) for member in members)
+        store.set(key, str(most))
+    count = int(store.get(key))
     while len(names) < count:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="level")
+        dist.new_group([rank], use_local_synchronization=True, group_desc="level")
 
 
 def _check_groups(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> None:

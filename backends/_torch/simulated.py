@@ -207,11 +207,17 @@ class SimulatedBackend:
         self, mesh: AbstractMesh, axes: tuple[int, ...]
     ) -> SimulatedCommunicator:
         """Make the group of several axes for this rank; its ranks agree on it."""
-        rank = self.rank()
-        ranks = mesh.submesh_ranks(axes, rank=rank)
+        ranks = mesh.submesh_ranks(axes, rank=self.rank())
         names = tuple(mesh.axis_names[axis] for axis in axes)
         call = Call.of("joint_communicator", shape=mesh.shape, axes=names)
-        group = SimulatedGroup(ranks, self._make_groups(ranks, call), rank)
+        return self._make_communicator(ranks, call)
+
+    def union_communicator(self, ranks: tuple[int, ...]) -> SimulatedCommunicator:
+        """Make a group of any ranks; they agree on it."""
+        return self._make_communicator(ranks, Call.of("union_communicator", ranks=ranks))
+
+    def _make_communicator(self, ranks: tuple[int, ...], call: Call) -> SimulatedCommunicator:
+        group = SimulatedGroup(ranks, self._make_groups(ranks, call), self.rank())
         return SimulatedCommunicator(self._connected(), group, device_type=self.device_type)
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:

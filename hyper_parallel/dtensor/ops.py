@@ -21,6 +21,7 @@ from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.known import KnownCall, read_call, remember
 from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
+from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.random import agree, own_draw
 from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.errors import LayoutError, describe
@@ -96,11 +97,14 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         for t, layout in zip(tensors, spec.inputs, strict=True)
     ]
 
-    def call(locals_: Sequence[torch.Tensor]) -> Any:
+    def with_operands(given: Sequence[torch.Tensor]) -> Any:
         leaves = list(flat)
-        for slot, local in zip(slots, locals_, strict=True):
-            leaves[slot] = local
-        call_args, call_kwargs = tree_unflatten(leaves, tree)
+        for slot, operand in zip(slots, given, strict=True):
+            leaves[slot] = operand
+        return tree_unflatten(leaves, tree)
+
+    def call(locals_: Sequence[torch.Tensor]) -> Any:
+        call_args, call_kwargs = with_operands(locals_)
         if spec.local is not None:
             return spec.local.run(func, call_args, call_kwargs)
         return func(*call_args, **call_kwargs)
@@ -109,8 +113,8 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name in ("batch_norm", "instance_norm"):
         _refuse_moved_statistics(name, by_name(name, args, kwargs), tensors, moved)
     if tensors[0]._layout.mesh.get_coordinate() is None:
-        result = _outside(cls, name, _whole_result(func, args, kwargs), spec, moved)
-    elif spec.random:
+        return outside(cls, name, lambda x: on_meta(func, *with_operands(x)), spec, moved)
+    if spec.random:
         result = _draw(cls, call, spec, moved, name, kwargs.get("generator"))
     elif has_rule:
         result = apply(cls, call, spec, moved)
@@ -254,47 +258,6 @@ class _Watch(TorchDispatchMode):
                     writes=str(func),
                 )
             )
-
-
-def _outside(cls: type[Any], name: str, whole: Any, spec: Spec, tensors: Sequence[Any]) -> Any:
-    """Give results that hold nothing, on a rank that is not in the mesh.
-
-    Args:
-        cls: the DTensor class.
-        name: the op.
-        whole: what the op gives for meta tensors of the global shapes; None if it needs data.
-        spec: the decision.
-        tensors: the operands, in `spec.inputs`.
-
-    Raises:
-        LayoutError: the op asks for a value.
-    """
-    flat, tree = tree_flatten(whole)
-    if not all(isinstance(value, torch.Tensor) for value in flat):
-        raise LayoutError(
-            describe(
-                f"DTensor op {name!r}",
-                "only a rank of the mesh may ask for a value",
-                "Guard it with `mesh.get_coordinate() is not None`",
-                mesh=tensors[0]._layout.mesh,
-            )
-        )
-    layouts = spec.outputs or tuple(spec.inputs[0].with_shape(value.shape) for value in flat)
-
-    def nothing(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        base = next((x for x in locals_ if x.is_floating_point()), locals_[0])
-        return [base.reshape(0).to(value.dtype) for value in flat]
-
-    shaped = Spec(inputs=spec.inputs, outputs=layouts, gradients=spec.gradients)
-    return tree_unflatten(apply(cls, nothing, shaped, tensors), tree)
-
-
-def _whole_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give what the op gives for meta tensors of the global shapes; None if it needs data."""
-    try:
-        return on_meta(func, args, kwargs)
-    except RuntimeError:
-        return None
 
 
 def _has_no_positions(bound: BoundCall) -> bool:
