@@ -316,9 +316,7 @@ def _tied(out: Any, parts: Sequence[torch.Tensor]) -> Any:
 
     The moves of their gradients need every rank.
     """
-    if not isinstance(out, _Plain) or not (out.is_floating_point() or out.is_complex()):
-        return out
-    return _Tied.apply(out, *parts)
+    return _Tied.apply(out, *parts) if isinstance(out, _Plain) and out.requires_grad else out
 
 
 class _Tied(torch.autograd.Function):
