@@ -221,7 +221,7 @@ def test_refusals():
             F.cross_entropy(cut, torch.full((ROWS,), CLASSES))
         with pytest.raises(IndexError, match="every target must be a class or ignore_index"):
             F.nll_loss(cut, torch.full((ROWS,), -1))
-        with pytest.raises(LayoutError, match=r"target indices must have the global shape \(6,\)"):
+        with pytest.raises(LayoutError, match=r"target must have the global shape \(6,\)"):
             F.cross_entropy(cut, target[1:])
         with pytest.raises(LayoutError, match="reduction must be 'none', 'mean' or 'sum'"):
             F.cross_entropy(cut, target, reduction="total")
