@@ -18,6 +18,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.rules import names, register
+from support.device import DEVICE
 
 LIB = torch.library.Library("hp_test", "FRAGMENT")
 LIB.define("scaled_sum(Tensor x, Tensor y, float factor) -> Tensor")
@@ -25,7 +26,7 @@ LIB.impl("scaled_sum", lambda x, y, factor: (x + y) * factor, "CompositeImplicit
 
 
 def scaled_sum(cut):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     x = torch.arange(8.0).reshape(4, 2)
     return torch.ops.hp_test.scaled_sum(*(distribute_tensor(t, mesh, cut) for t in (x, x)), 2.0)
 
@@ -53,7 +54,7 @@ def test_a_replaced_rule_counts_at_once(monkeypatch):
     monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
 
     def placements():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         return distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).sinh().placements
 
     register("sinh", parse_rule("... -> ..."), replace=True)
