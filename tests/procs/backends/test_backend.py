@@ -40,7 +40,7 @@ def shared_groups() -> list[bool]:
         mesh != whole,
         torch.equal(mesh.mesh, theirs.mesh) and mesh.mesh.dtype == theirs.mesh.dtype,
         whole.get_group() is dist.group.WORLD,
-        mesh.backend.device() == torch.device(DEVICE),
+        mesh.backend.device().type == DEVICE,
     ]
 
 

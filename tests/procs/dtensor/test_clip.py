@@ -22,7 +22,7 @@ from hyper_parallel import (
     get_total_norm,
     init_device_mesh,
 )
-from support.device import DEVICE, DTYPE
+from support.device import DEVICE, DTYPE, TOLERANCE
 
 
 def whole_gradients(dtype=DTYPE):
@@ -102,7 +102,7 @@ def clip_mixed(norm_type, foreach):
 @pytest.mark.parametrize("norm_type", [2, 1, 3.5, math.inf, "inf", -math.inf, -2.0])
 def test_clipping_mixed_parameters_equals_one_process(procs4, norm_type, foreach):
     for difference, plain, kinds in procs4.run(clip_mixed, norm_type, foreach):
-        assert difference < 1e-12
+        assert difference < TOLERANCE[DTYPE]
         assert plain
         assert kinds[:4] == ["torch.distributed.tensor"] * 4
         assert kinds[4:] == ["hyper_parallel.dtensor.tensor"] * 2 + ["torch.nn.parameter"]
@@ -118,7 +118,7 @@ def empty_here(norm_type):
 
 @pytest.mark.parametrize("norm_type", [2, 1, math.inf, -math.inf])
 def test_empty_shards_count_nothing(procs4, norm_type):
-    assert max(procs4.run(empty_here, norm_type)) < 1e-12
+    assert max(procs4.run(empty_here, norm_type)) < TOLERANCE[DTYPE]
 
 
 def half_precision(dtype):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.device import DEVICE, DTYPE
+from support.device import DEVICE, DTYPE, TOLERANCE
 
 MODEL = Path(__file__).parents[3] / "examples" / "model.py"
 
@@ -82,7 +82,7 @@ def same(got, want, what):
     import torch
 
     torch.testing.assert_close(
-        got, want, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}"
+        got, want, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE], msg=lambda text: f"{what}: {text}"
     )
 
 

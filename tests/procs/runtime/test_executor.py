@@ -23,7 +23,7 @@ from hyper_parallel.core import (
 )
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, execute
-from support.device import DEVICE
+from support.device import DEVICE, DTYPE
 from support.moves import Move, check_results
 
 GRIDS = ([0, 1, 2, 3], [[0, 1], [2, 3]], [[3, 1], [0, 2]], [[[2], [0]], [[1], [3]]])
@@ -65,8 +65,10 @@ def run_moves(ranks: Any, seed: int) -> list[tuple[Any, Any]]:
     results = []
     for move in moves:
         pairs = ((move.forward, move.held), (move.backward, move.cotangents))
-        outs = [execute(plan, torch.from_numpy(held[rank].copy()), mesh) for plan, held in pairs]
-        results.append(tuple(out.numpy() for out in outs))
+        given = [(plan, torch.from_numpy(held[rank].copy())) for plan, held in pairs]
+        # The values are whole numbers, exact in either dtype.
+        outs = [execute(plan, x.to(DEVICE, DTYPE), mesh) for plan, x in given]
+        results.append(tuple(out.cpu().double().numpy() for out in outs))
     return results
 
 

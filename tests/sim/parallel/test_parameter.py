@@ -17,7 +17,7 @@ from hyper_parallel import (
     parallelize_module,
     simulate,
 )
-from support.device import DEVICE, DTYPE
+from support.device import DEVICE, DTYPE, TOLERANCE
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
@@ -37,7 +37,9 @@ def loss_of(net, x):
 
 def same(ours, dense):
     assert isinstance(ours, DTensor)
-    torch.testing.assert_close(ours.full_tensor(), dense, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ours.full_tensor(), dense, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE]
+    )
 
 
 def same_grads(ours, dense):

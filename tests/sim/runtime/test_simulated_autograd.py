@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.runtime import backend_for, current_rank, init_device_mesh, simulate
-from support.device import DEVICE, DTYPE
+from support.device import DEVICE, DTYPE, raises_in_backward
 
 BATCH, WIDTH, HIDDEN, RANKS = 3, 4, 8, 4
 

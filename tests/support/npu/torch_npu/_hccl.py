@@ -217,6 +217,24 @@ def _reduce_scatter_base(
     return out, _Work(work, finish if x.numel() else lambda: None).boxed()
 
 
+def _reduce_scatter(
+    outs: list[Tensor], inputs: list[list[Tensor]], group: Any, op: Any, async_op=True, timeout=-1
+) -> Any:
+    (out,), (pieces,) = outs, inputs
+    _check([out, *pieces])
+    _check_op("reduce_scatter", out, op.op())
+    gloo = _joined(group)
+    sizes = [piece.numel() for piece in pieces]
+    if len(set(sizes)) > 1 and op.op() == _PRODUCT:
+        _refuse("HCCL function error: HcclReduceScatterV, error code is 5 (reduce op PROD)")
+    work, parts = _gathered(gloo, torch.cat([piece.reshape(-1) for piece in pieces]))
+
+    def finish() -> None:
+        _write(out, _reduced(parts, op.op()).split(sizes)[gloo.rank()])
+
+    return outs, _Work(work, finish).boxed()
+
+
 def _alltoall_base(
     out: Tensor, x: Tensor, group: Any, outs: list[int], ins: list[int], async_op=True, timeout=-1
 ) -> Any:
@@ -280,6 +298,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "_allgather_base_": _allgather_base,
     "allgather_": _allgather,
     "_reduce_scatter_base_": _reduce_scatter_base,
+    "reduce_scatter_": _reduce_scatter,
     "alltoall_base_": _alltoall_base,
     "scatter_": _scatter,
     "barrier": _barrier,
