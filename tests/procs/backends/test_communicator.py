@@ -217,7 +217,10 @@ def refused(case: str) -> str:
             "all_reduce: the tensor must be contiguous, but got shape=(4, 2), stride=(1, 4).",
         ),
         ("gather stride", "all_gather: the tensor must be contiguous"),
-        ("device", f"reduce_scatter: the tensor must be on a {DEVICE} device, but got device='meta'."),
+        (
+            "device",
+            f"reduce_scatter: the tensor must be on a {DEVICE} device, but got device='meta'.",
+        ),
         (
             "op",
             "all_reduce: op must be one of ('sum', 'avg', 'max', 'min', 'product'), but got op=",

@@ -7,6 +7,8 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+from support.device import DEVICE
+
 MODEL = Path(__file__).parents[3] / "examples" / "model.py"
 
 # What torch sees of each of our methods on gloo.
