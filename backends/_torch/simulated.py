@@ -55,10 +55,12 @@ class SimulatedBackend:
             uneven_gather=True, native_avg=True, checks_calls=True, reduces=REDUCES
         )
         self.ops: ArrayOps = TorchOps()
+        self._reduces = REDUCES
         if self.device_type not in ("cpu", "meta"):
             real = backend_for(self.device_type)
             self.capabilities = replace(real.capabilities, checks_calls=True)
             self.ops = real.ops
+            self._reduces = (real.capabilities.reduces or REDUCES) | real.capabilities.widens
         self._world_size = world_size
         self._serials = itertools.count(1)
         self._baton: Baton | None = None
@@ -222,10 +224,8 @@ class SimulatedBackend:
         return self._communicator(group)
 
     def _communicator(self, group: SimulatedGroup) -> SimulatedCommunicator:
-        able = self.capabilities
-        reduces = REDUCES if able.reduces is None else able.reduces | able.widens
         return SimulatedCommunicator(
-            self._connected(), group, device_type=self.device_type, reduces=reduces
+            self._connected(), group, device_type=self.device_type, reduces=self._reduces
         )
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:

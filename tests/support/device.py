@@ -17,7 +17,7 @@ import torch
 
 from hyper_parallel.runtime.registry import available_backends, load_backend
 
-__all__ = ["DEVICE", "DTYPE", "TOLERANCE", "raises_in_backward", "use_device"]
+__all__ = ["DEVICE", "DTYPE", "TOLERANCE", "on_simulated_npu", "raises_in_backward", "use_device"]
 
 DEVICE = os.environ.get("HYPER_PARALLEL_TEST_DEVICE", "cpu")
 
@@ -35,6 +35,9 @@ def _simulates() -> bool:
     return DEVICE == "npu" and (found is None or str(found.origin).startswith(SIMULATED_NPU))
 
 
+on_simulated_npu = pytest.mark.skipif(
+    not _simulates(), reason="looks into the simulated NPU: pytest --device npu, without torch_npu"
+)
 raises_in_backward = pytest.mark.skipif(
     _simulates(), reason="torch cannot unwind a backward on a device made in Python: it aborts"
 )

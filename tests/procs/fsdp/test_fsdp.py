@@ -24,10 +24,10 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
-from support.device import DEVICE, DTYPE
+from support.device import DEVICE, DTYPE, TOLERANCE
 
 VOCAB = 32
-CLOSE = 1e-10
+CLOSE = max(1e-10, TOLERANCE[DTYPE])
 MAX_NORM = 0.05
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private memory formats: a tensor may be marked as one, and cast back to the plain format."""
+"""Private memory formats: the elements of such a tensor lie in another order than its strides say.
+
+Here they lie backwards, so that whoever slices one gets wrong numbers, as on a device.
+"""
 
 import enum
-import weakref
 
 import torch
 
@@ -14,18 +16,21 @@ class Format(enum.IntEnum):
     FRACTAL_NZ = 29
 
 
-_private: dict[int, weakref.ref] = {}
+# Storages, kept for ever, by address: views and detached tensors share them.
+_private: dict[int, torch.UntypedStorage] = {}
 
 
 def get_npu_format(x: torch.Tensor) -> Format:
-    """Give a tensor's memory format."""
-    marked = _private.get(id(x))
-    return Format.FRACTAL_NZ if marked is not None and marked() is x else Format.ND
+    """Give the format of a tensor's storage."""
+    return Format.FRACTAL_NZ if x.untyped_storage().data_ptr() in _private else Format.ND
 
 
 def npu_format_cast(x: torch.Tensor, acl_format: int) -> torch.Tensor:
     """Copy into another format."""
-    copy = x.detach().clone()
-    if acl_format != Format.ND:
-        _private[id(copy)] = weakref.ref(copy)
-    return copy
+    if get_npu_format(x) == acl_format:
+        return x
+    cast = x.detach().reshape(-1).flip(0).reshape(x.shape)
+    if acl_format == Format.FRACTAL_NZ:
+        storage = cast.untyped_storage()
+        _private[storage.data_ptr()] = storage
+    return cast

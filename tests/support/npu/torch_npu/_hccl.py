@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torch_npu._device import to_host
+from torch_npu._formats import Format, get_npu_format
 
 __all__ = ["made", "register"]
 
@@ -80,6 +81,8 @@ def _check(tensors: Sequence[Tensor]) -> None:
             _refuse("Tensors must be contiguous")
         if x.dtype not in _MOVES:
             _refuse("Unsupported data type for HCCL process group")
+        if x.storage_offset() and get_npu_format(x) != Format.ND:
+            _refuse("For a tensor of internal format, it's storage_offset must be 0")
 
 
 def _check_op(name: str, x: Tensor, op: int, also: Sequence[torch.dtype] = ()) -> None:
@@ -313,7 +316,8 @@ def _create(options: Any, backend_options: Any) -> Any:
     gloo = dist.ProcessGroupGloo(
         options.store, options.group_rank, options.group_size, options.timeout
     )
-    _groups[options.group_id] = tuple(options.global_ranks_in_group), gloo, []
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    _groups[options.group_id] = ranks, gloo, []
     return gloo
 
 

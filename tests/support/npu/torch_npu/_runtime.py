@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module `torch.npu`, with the names that torch and we call."""
+"""The module `torch.npu`, with the names that torch and we call.
+
+A process has one NPU, and tensors say npu:0, whatever index was asked for.
+"""
 
 import contextlib
 import os
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -11,7 +16,7 @@ from torch_npu import _device
 
 # What torch.utils.checkpoint asks before it keeps random states.
 _initialized = True
-_state = {"device": 0, "initialized": False}
+_is_set = [False]
 
 
 def is_available() -> bool:
@@ -19,28 +24,32 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    """One process sees up to eight devices, fewer if the environment says so."""
+    """Count eight devices, or what the environment leaves of them."""
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     return 8 if visible is None else len([name for name in visible.split(",") if name])
 
 
 def is_initialized() -> bool:
-    return _state["initialized"]
+    return _is_set[0]
 
 
-def set_device(device) -> None:
-    index = torch.device("npu", device).index if isinstance(device, int) else device.index
+def set_device(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
     if not 0 <= index < device_count():
         raise RuntimeError(f"Invalid device ID {index}: there are {device_count()} NPUs")
-    _state.update(device=index, initialized=True)
+    _is_set[0] = True
 
 
 def current_device() -> int:
-    _state["initialized"] = True
+    _is_set[0] = True
     return 0
 
 
-def synchronize(device=None) -> None:
+def get_device_name(device: Any = None) -> str:
+    return "simulated NPU"
+
+
+def synchronize(device: Any = None) -> None:
     """Do nothing: every kernel is done when it returns."""
 
 
@@ -48,11 +57,14 @@ def manual_seed(seed: int) -> None:
     _device.generator.manual_seed(seed)
 
 
-def get_rng_state(device="npu") -> torch.Tensor:
+manual_seed_all = manual_seed
+
+
+def get_rng_state(device: Any = "npu") -> torch.Tensor:
     return _device.generator.get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, device="npu") -> None:
+def set_rng_state(new_state: torch.Tensor, device: Any = "npu") -> None:
     _device.generator.set_state(new_state)
 
 
@@ -65,47 +77,51 @@ def _is_in_bad_fork() -> bool:
 
 
 @contextlib.contextmanager
-def device(index):
+def device(index: Any) -> Iterator[None]:
     yield
 
 
-class Stream:
-    """The one stream there is; work is in order."""
-
-    def __init__(self, *args, **kwargs) -> None: ...
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc) -> None: ...
-    def wait_stream(self, stream) -> None: ...
-    def wait_event(self, event) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, event=None):
-        return event or Event()
-
-
 class Event:
-    """An event that has happened."""
+    """An event, which has always happened."""
 
-    def __init__(self, *args, **kwargs) -> None: ...
-    def record(self, stream=None) -> None: ...
-    def wait(self, stream=None) -> None: ...
-    def synchronize(self) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what a real one takes."""
+
+    def record(self, stream: Any = None) -> None:
+        """Do nothing: there is one order of work."""
+
+    wait = synchronize = record
+
     def query(self) -> bool:
         return True
+
+
+class Stream(contextlib.nullcontext):
+    """The one order of work that there is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what a real one takes."""
+        super().__init__()
+
+    def synchronize(self, other: Any = None) -> None:
+        """Do nothing: there is one order of work."""
+
+    wait_stream = wait_event = synchronize
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
 
 
 _stream = Stream()
 
 
-def current_stream(device=None) -> Stream:
+def current_stream(device: Any = None) -> Stream:
     return _stream
 
 
-def stream(stream) -> Stream:
+def stream(stream: Stream) -> Stream:
     return _stream
 
 
 module = types.ModuleType("torch.npu")
 module.__dict__.update({k: v for k, v in globals().items() if not k.startswith("__")})
-module.manual_seed_all = manual_seed
