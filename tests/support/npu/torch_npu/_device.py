@@ -20,7 +20,7 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # float64 tensors exist on an NPU, but these have no float64 kernel.
 _NO_FLOAT64 = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "convolution"}
 # These take tensors of both sides.
-_BOTH_SIDES = {"copy_", "_copy_from", "index", "index_put_", "_index_put_impl_", "_to_copy"}
+_BOTH_SIDES = {"index", "index_put_", "_index_put_impl_"}
 # Run in low precision under autocast, as far as the tests need.
 _AUTOCAST = ("linear", "mm", "addmm", "bmm", "matmul")
 
@@ -43,6 +43,8 @@ _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
     """Alias an npu tensor on the CPU."""
+    if x.is_conj():  # a lazy conjugation, which a capsule cannot say
+        return torch._conj(to_host(torch._conj(x)))
     return _flip(x, _DL_CPU, 0)
 
 
@@ -162,7 +164,7 @@ def _resize_(x: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Ten
     return x
 
 
-def _copy_from(x: torch.Tensor, out: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_(out: torch.Tensor, x: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copy in any direction."""
     with torch._C.DisableTorchFunctionSubclass():
         to, source = (to_host(t) if t.device.type == "npu" else t for t in (out, x))
@@ -261,7 +263,7 @@ def register(module: Any) -> None:
     for name in _made_of_out():
         kernels.impl(name, functools.partial(_run, _overload(name)), "PrivateUse1")
     kernels.impl("_to_copy", _to_copy, "PrivateUse1")
-    kernels.impl("_copy_from", _copy_from, "PrivateUse1")
+    kernels.impl("copy_", _copy_, "PrivateUse1")
     kernels.impl("resize_", _resize_, "PrivateUse1")
     for name in _AUTOCAST:
         kernels.impl(name, _autocast(name), "AutocastPrivateUse1")
