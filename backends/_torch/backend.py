@@ -6,25 +6,23 @@ The handle of a mesh is torch's DeviceMesh, so both sides use the same process g
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from hyper_parallel.backends._torch.communicator import TorchCommunicator
 from hyper_parallel.backends._torch.dtypes import DtypeSupport
+from hyper_parallel.backends._torch.groups import joint_group, mesh_groups
 from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
-from hyper_parallel.errors import BackendError, LayoutError, describe
+from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 from hyper_parallel.runtime.mesh import DeviceMesh
 
@@ -91,10 +89,8 @@ class TorchBackend:
         return dist.get_world_size()
 
     def prepare(self, mesh: AbstractMesh) -> TorchMesh:
-        """Make torch's mesh with its groups; collective over the world."""
-        handle = TorchMesh(
-            self.device_type, _index_tensor(mesh), mesh_dim_names=mesh.mesh_dim_names
-        )
+        """Make torch's mesh, and the groups that it lacks; collective over the world."""
+        handle = _torch_mesh(mesh, mesh_groups(mesh))
         if isinstance(mesh, DeviceMesh):
             self._wrapped[id(handle)] = mesh
         return handle
@@ -116,8 +112,8 @@ class TorchBackend:
 
     def flatten_handle(self, mesh: DeviceMesh, name: str) -> TorchMesh:
         """Give a 1-axis torch mesh over all ranks of `mesh`; collective over those ranks."""
-        axes = tuple(range(mesh.ndim))
-        group = mesh.handle.get_group(0) if mesh.ndim == 1 else _joint_group(mesh, axes)
+        one = mesh.ndim == 1
+        group = mesh.handle.get_group(0) if one else joint_group(mesh.ranks, f"mesh_{name}")
         ranks = mesh.handle.mesh.flatten()
         return TorchMesh.from_group([group], self.device_type, ranks, mesh_dim_names=(name,))
 
@@ -164,11 +160,12 @@ class TorchBackend:
     def joint_communicator(self, mesh: Any, axes: tuple[int, ...]) -> TorchCommunicator:
         """Make the group of several axes for this rank; collective over its ranks."""
         ranks = mesh.submesh_ranks(axes, rank=dist.get_rank())
-        return self._communicator(_joint_group(mesh, axes), ranks)
+        name = "_".join(mesh.axis_names[axis] for axis in axes)
+        return self._communicator(joint_group(ranks, f"mesh_{name}"), ranks)
 
     def union_communicator(self, ranks: tuple[int, ...]) -> TorchCommunicator:
         """Make a group of any ranks; collective over them."""
-        return self._communicator(_group_of(ranks, "union"), ranks)
+        return self._communicator(joint_group(ranks, "union"), ranks)
 
     def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> TorchCommunicator:
         return TorchCommunicator(
@@ -204,58 +201,17 @@ def _slice(handle: TorchMesh, axes: Sequence[int]) -> torch.Tensor:
     return ranks[tuple(place[axis] for axis in other)].contiguous()
 
 
-def _joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
-    """Give a group over several axes, made by its ranks alone."""
-    name = "_".join(mesh.axis_names[axis] for axis in axes)
-    return _group_of(mesh.submesh_ranks(axes, rank=dist.get_rank()), f"mesh_{name}")
-
-
-def _group_of(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-    """Give a group that its ranks alone make; the default group if it is all."""
-    world = cast(dist.ProcessGroup, dist.group.WORLD)
-    if len(ranks) == dist.get_world_size():
-        return world
-    if world.bound_device_id is not None:
-        raise BackendError(
-            describe(
-                "DeviceMesh",
-                "the default process group must not be bound to a device to join mesh axes",
-                "Start the default group without device_id",
-                device_id=str(world.bound_device_id),
-            )
-        )
-    _level_group_counts(ranks)
-    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
-    return cast(dist.ProcessGroup, group)
-
-
-# How many groups this process has made of the same ranks; every one of those ranks counts alike.
-_made: Counter[tuple[int, ...]] = Counter()
-
-
-def _level_group_counts(ranks: tuple[int, ...]) -> None:
-    """Give all ranks of a group to be made the same number of groups.
-
-    torch names a group that its members alone make by their ranks and by how many groups a process
-    has. Members that have different numbers wait for each other under different names, for ever. So
-    those that have fewer add groups of their own rank only, which take no peer and no connection.
-    They agree through the store, for no group need connect them yet.
-    """
-    if dist.get_backend() == "fake":  # one process stands for all
-        return
-    world: Any = distributed_c10d._world
-    names, (_, store) = world.pg_names, world.pg_map[dist.group.WORLD]
-    rank, members = dist.get_rank(), tuple(sorted(ranks))
-    _made[members] += 1
-    text = f"{members} {_made[members]}".encode()
-    key = f"hyper_parallel/{hashlib.sha1(text, usedforsecurity=False).hexdigest()}"
-    store.set(f"{key}/{rank}", str(len(names)))
-    if rank == members[0]:
-        most = max(int(store.get(f"{key}/{member}")) for member in members)
-        store.set(key, str(most))
-    count = int(store.get(key))
-    while len(names) < count:
-        dist.new_group([rank], use_local_synchronization=True, group_desc="level")
+def _torch_mesh(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> TorchMesh:
+    """Make torch's mesh on groups that exist; outside the mesh there are none."""
+    ranks, names = _index_tensor(mesh), mesh.mesh_dim_names
+    if not groups:
+        return TorchMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    if mesh.ndim == 1 and list(mesh.ranks) == dist.get_process_group_ranks(groups[0]):
+        return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    # torch wants names here.
+    return TorchMesh.from_group(
+        list(groups), mesh.device_type, ranks, mesh_dim_names=mesh.axis_names
+    )
 
 
 def _check_groups(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> None:

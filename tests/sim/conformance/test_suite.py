@@ -181,10 +181,16 @@ def test_what_is_not_refused_fails(monkeypatch):
 
 @pytest.mark.parametrize("lie", ["too much", "too little"])
 def test_capabilities_that_lie_fail(monkeypatch, lie):
-    true = simulated._reduces()
+    true = simulated.REDUCES
     pair = {("avg", "int64"), ("sum", "int64")}
     told = true | pair if lie == "too much" else true - pair
-    monkeypatch.setattr(simulated, "_reduces", lambda: told)
+    made = simulated.SimulatedBackend.__init__
+
+    def lying(self, *args):
+        made(self, *args)
+        self.capabilities = dataclasses.replace(self.capabilities, reduces=told)
+
+    monkeypatch.setattr(simulated.SimulatedBackend, "__init__", lying)
     failures = run("all_reduce").failures
     assert [one.case for one in failures] == ["avg int64" if lie == "too much" else "sum int64"]
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import Partial, Replicate, Shard, init_device_mesh, simulate, strict_rules
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, same, seeded
 
 
@@ -63,7 +64,7 @@ STATISTICS = {
 def test_a_statistic_over_uneven_shards_is_that_of_the_whole(name):
     @simulate(4)
     def run():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
         for rows, layout in itertools.product(
             (7, 6, 1),
             (
@@ -148,7 +149,7 @@ def test_cross_entropy_means_over_all_targets(options, shape):
         mesh = line(2)
         whole = seeded(*shape).requires_grad_()
         target = (seeded(shape[0], *shape[2:], seed=1).abs() * 100).long() % 4
-        weight = torch.tensor([0.1, 1, 2, 5.0]).double()
+        weight = torch.tensor([0.1, 1, 2, 5.0]).to(DTYPE)
         dense = F.cross_entropy(
             whole, target, **{**options, **({"weight": weight} if "weight" in options else {})}
         )
