@@ -76,6 +76,18 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("requires_grad"):  # of torch.zeros_like and the like
         rest = {key: value for key, value in kwargs.items() if key != "requires_grad"}
         return run(cls, func, args, rest).detach().requires_grad_()
+    return _run_first(cls, name, func, args, kwargs, raw)
+
+
+def _run_first(
+    cls: type[Any],
+    name: str,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    raw: tuple[Any, list[Any]] | None,
+) -> Any:
+    """Decide a call, run it, and remember what was decided."""
     flat, tree = tree_flatten((args, kwargs))
     if _lift_plain(cls, flat):
         args, kwargs = tree_unflatten(flat, tree)
@@ -125,8 +137,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         with _Watch(name, tensors, moved):
             result = apply(cls, call, spec, moved)
     if is_view or not has_rule:
-        is_made = spec.local is not None and bool(spec.local.addressed)
-        _mark_copies(cls, is_view, is_made, tensors, moved, result)
+        _mark_copies(cls, is_view, spec, tensors, moved, result)
     if (is_view and name in _SCATTERING) or tensors[0]._is_scattered:
         result = _own_memory(cls, name, tensors[0], result)
     return result
@@ -156,8 +167,7 @@ def _run_known(  # noqa: PLR0913  # the call, as it was given
         result = spec.local.run(func, tuple(local_args), local_kwargs)
     result = wrap_results(cls, result, spec, parts if is_recorded else ())
     if known.is_view:
-        is_made = spec.local is not None and bool(spec.local.addressed)
-        _mark_copies(cls, True, is_made, given, moved, result)
+        _mark_copies(cls, True, spec, given, moved, result)
     if given[0]._is_scattered or (known.is_view and name in _SCATTERING):
         result = _own_memory(cls, name, given[0], result)
     return result
@@ -271,7 +281,7 @@ def _has_no_positions(bound: BoundCall) -> bool:
 def _mark_copies(
     cls: type[Any],
     is_view: bool,
-    is_made: bool,
+    spec: Spec,
     given: Sequence[Any],
     moved: Sequence[Any],
     result: Any,
@@ -281,11 +291,13 @@ def _mark_copies(
     Args:
         cls: the DTensor class.
         is_view: whether the op gives views.
-        is_made: whether only some ranks have what it views, so that all results are marked.
+        spec: the decision.
         given: the operands.
         moved: the operands where the op needed them.
         result: what the op gave.
     """
+    # Where only some ranks have what it views, all results are marked.
+    is_made = spec.local is not None and bool(spec.local.addressed)
     copies = {
         _storage(now._local)
         for was, now in zip(given, moved, strict=True)
