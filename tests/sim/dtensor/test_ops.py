@@ -18,7 +18,7 @@ from hyper_parallel.runtime import current_rank
 from support.dtensors import laid, line, same, seeded
 from support.op_calls import CALLS, UNEVEN, OpCall
 
-TRIED = 3
+TRIED = 2
 """Placements of each call; they are spread over all, the same each time."""
 
 
