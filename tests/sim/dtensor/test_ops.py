@@ -19,7 +19,7 @@ from support.device import DTYPE, TOLERANCE
 from support.dtensors import laid, line, same, seeded
 from support.op_calls import CALLS, UNEVEN, OpCall
 
-TRIED = 3
+TRIED = 2
 """Placements of each call; they are spread over all, the same each time."""
 
 
