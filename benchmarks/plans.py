@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of redistributions, ours against torch's: launches and bytes per mesh axis, and time.
+"""Plans of redistributions: ours against torch's, against every other plan, and the lower bound.
 
-Every pair of layouts in default order (R, P, S(d) per axis) on meshes of 8 ranks is planned by
-both. Torch's steps come from its private planner, once as it is and once with a flattened mesh for
-every group of axes, which lets it fuse. Bytes are what the busiest rank receives (an all_to_all: or
-sends); torch's uneven pieces are padded, as it pads them. A fused step counts on its slowest axis.
-A plan is dominated if another has no more launches and no more bytes on every axis, and fewer on
-one. "At bound" counts the pairs with nothing pending that receive no more than what a rank needs
-and does not hold. Times are those of our default link model.
+Every pair of layouts (R, P, S(d) per axis, in every order of the axes that cut one dim) on meshes
+of 8 ranks is planned by both. A plan's bill has the number of launches and, for each mesh axis, the
+launches that span it and the bytes of those it is the slowest axis of, which is the first. Bytes
+are what the busiest rank receives (an all_to_all: or sends); torch's uneven pieces are padded, as
+it pads them. A plan is dominated if another has no more in every entry, and less in one.
+
+Columns: `pairs` (those in default order, all); `by torch`: ours that torch's plan dominates;
+`slower`: ours whose modelled time is above torch's; `we`: torch's that ours dominates;
+`time/torch`: geometric mean of the modelled times. Second figures are against torch with all groups
+flattened, which lets it fuse. `by any`: ours that some plan of our own step set dominates, of those
+searched through (every --search-th pair). `at bound`: of the pairs with nothing pending, those that
+receive no more than what some rank needs and does not hold. `rest` says what the others save
+against the plan with the fewest bytes: so many launches, hops (a launch spans fewer axes), or bytes
+over the slow axis, the first.
+Times are those of our default link model.
 
     python benchmarks/plans.py
-    python benchmarks/plans.py --mesh 2,2,2 --every 5
+    python benchmarks/plans.py --mesh 2,2,2 --every 5 --search 500
 """
 
 import argparse
@@ -23,20 +31,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor import _redistribute as planner
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from _torch_plans import TorchPlanner
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hyper_parallel import core
-from hyper_parallel.core.collective import Step
-from hyper_parallel.core.cost import LinkModel, elements_moved
+from hyper_parallel.core.collective import COMMUNICATING, Step
+from hyper_parallel.core.cost import Link, LinkModel, elements_moved
+from hyper_parallel.core.estimate import Estimate
 from hyper_parallel.core.exchange import group_ranks, region_shape, transfers
-from hyper_parallel.core.interval import count, intersect
+from hyper_parallel.core.plan import problem_of
 from hyper_parallel.core.search import cheapest_way
+from hyper_parallel.core.space import Move, Space
 
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
 SHAPES = {
@@ -46,29 +52,37 @@ SHAPES = {
 }
 ITEMSIZE = 4
 MODEL = LinkModel()
+# Only bytes cost, and on every axis alike.
+BYTES_ONLY = LinkModel(launch=1e-9, links=(Link(0.0, 1e9),) * 3)
 
 
 @dataclass(frozen=True)
 class Bill:
-    """What a plan costs: launches and bytes by axis, and seconds."""
+    """What a plan costs: launches, launches and bytes by axis, and seconds."""
 
-    launches: tuple[int, ...]
+    launches: int
+    spans: tuple[int, ...]
     sizes: tuple[int, ...]
     seconds: float
 
     def dominates(self, other: "Bill") -> bool:
-        mine, its = (*self.launches, *self.sizes), (*other.launches, *other.sizes)
-        return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+        mine, its = ((b.launches, *b.spans, *b.sizes) for b in (self, other))
+        return mine != its and fits(mine, its)
 
 
-def bill(steps: Sequence[tuple[str, tuple[int, ...], int]], mesh_shape: tuple[int, ...]) -> Bill:
-    """Add up (kind, axes, bytes) of communicating steps."""
-    launches, sizes, seconds = [0] * len(mesh_shape), [0] * len(mesh_shape), 0.0
-    for _, axes, size in steps:
-        launches[min(axes)] += 1
+def fits(entries: Sequence[int], limits: Sequence[int]) -> bool:
+    return all(a <= b for a, b in zip(entries, limits, strict=True))
+
+
+def bill(facts: Sequence[tuple[tuple[int, ...], int]], mesh_shape: tuple[int, ...]) -> Bill:
+    """Add up (axes, bytes) of communicating steps."""
+    spans, sizes, seconds = [0] * len(mesh_shape), [0] * len(mesh_shape), 0.0
+    for axes, size in facts:
+        for axis in axes:
+            spans[axis] += 1
         sizes[min(axes)] += size
         seconds += MODEL.seconds(mesh_shape, axes, size=size)
-    return Bill(tuple(launches), tuple(sizes), seconds)
+    return Bill(len(facts), tuple(spans), tuple(sizes), seconds)
 
 
 def our_size(step: Step) -> int:
@@ -76,8 +90,10 @@ def our_size(step: Step) -> int:
     mesh = step.src.mesh
     if step.kind != "all_to_all":
         num_ranks = math.prod(mesh.shape[axis] for axis in step.axes)
-        before, after = (math.prod(at.largest_shape) for at in (step.src, step.dst))
-        return ITEMSIZE * elements_moved(step.kind, num_ranks, before, after)
+        more, less = (step.dst, step.src) if step.kind == "all_gather" else (step.src, step.dst)
+        whole = math.prod(more.largest_shape)
+        held = [math.prod(less.local_shape(rank)) for rank in mesh.ranks]
+        return ITEMSIZE * elements_moved(step.kind, num_ranks, whole, (min(held), max(held)))
     most = 0
     for rank in mesh.ranks:
         table, group = transfers(step, rank), group_ranks(step, rank)
@@ -87,114 +103,124 @@ def our_size(step: Step) -> int:
     return ITEMSIZE * most
 
 
-def our_bill(src: core.Layout, dst: core.Layout) -> Bill:
-    steps = core.plan(src, dst, itemsize=ITEMSIZE).steps
-    facts = [(step.kind, step.axes, our_size(step)) for step in steps if step.communicates]
-    return bill(facts, src.mesh.shape)
+def our_bill(plan: core.Plan) -> Bill:
+    facts = [(step.axes, our_size(step)) for step in plan if step.communicates]
+    return bill(facts, plan.src.mesh.shape)
 
 
-def to_torch(placement: core.Placement):
-    if isinstance(placement, core.Shard):
-        return Shard(placement.dim)
-    return Partial() if placement.is_partial() else Replicate()
+def is_dominated(src: core.Layout, dst: core.Layout) -> bool:
+    """Search all plans of our step set for one that dominates ours, by the planner's own bytes."""
+    space = Space(problem_of(src, dst, ITEMSIZE, MODEL))
+    ndim = src.mesh.ndim
+
+    def entries(move: Move) -> tuple[int, ...]:
+        if move.kind not in COMMUNICATING:
+            return (0,) * (1 + 2 * ndim)
+        spans = (int(axis in move.axes) for axis in range(ndim))
+        return (1, *spans, *(move.size * (axis == min(move.axes)) for axis in range(ndim)))
+
+    edges: dict[int, list[tuple[int, tuple[int, ...], Move]]] = {}
+
+    def edges_of(state: int):
+        if state not in edges:
+            edges[state] = [(m.target, entries(m), m) for m in space.moves(state, math.inf)]
+        return edges[state]
+
+    limit, state = (0,) * (1 + 2 * ndim), 0
+    for leg in cheapest_way(space.problem).legs:
+        fitting = [
+            edge
+            for edge in edges_of(state)
+            if edge[2].kind == leg.kind
+            and tuple(sorted(edge[2].axes)) == leg.axes
+            and space.state(edge[0]) == leg.state
+        ]
+        state, own, _ = min(fitting, key=lambda edge: edge[2].cost)
+        limit = tuple(map(sum, zip(limit, own, strict=True)))
+    labels: dict[int, list[tuple[int, ...]]] = {0: [(0,) * len(limit)]}
+    queue = [(0, (0,) * len(limit))]
+    while queue:
+        state, spent = queue.pop()
+        if spent not in labels[state]:
+            continue
+        for target, own, _ in edges_of(state):
+            reached = tuple(map(sum, zip(spent, own, strict=True)))
+            known = labels.setdefault(target, [])
+            if not fits(reached, limit) or any(fits(other, reached) for other in known):
+                continue
+            labels[target] = [other for other in known if not fits(reached, other)] + [reached]
+            queue.append((target, reached))
+    return any(label != limit for label in labels[space.end])
 
 
-def from_torch(placement) -> core.Placement:
-    if placement.is_shard():
-        return core.Shard(placement.dim)
-    return core.Partial() if placement.is_partial() else core.Replicate()
+def saved(plan: core.Plan) -> str:
+    """Say what a plan that receives more than it must saves against one that does not."""
+    least = core.plan(plan.src, plan.dst, itemsize=ITEMSIZE, model=BYTES_ONLY)
+    ours, its = our_bill(plan), our_bill(least)
+    if ours.launches < its.launches:
+        return f"{its.launches - ours.launches} fewer"
+    if sum(ours.spans) < sum(its.spans):
+        return "hops"
+    if ours.sizes[0] < its.sizes[0]:
+        return "slow"
+    return "other"
 
 
-def torch_bill(src: core.Layout, dst: core.Layout, meshes: Sequence) -> list[Bill]:
-    """Price torch's plan on each of its meshes (without and with flattened groups)."""
-    meta = TensorMeta(torch.Size(src.shape), tuple(range(len(src.shape))), torch.float32)
-    bills = []
-    for mesh in meshes:
-        ends = [DTensorSpec(mesh, tuple(map(to_torch, at.placements)), meta) for at in (src, dst)]
-        infos = planner._gen_transform_infos_non_cached(*ends)
-        infos = planner._optimize_transform_infos(infos, mesh, *(end.placements for end in ends))
-        here, facts = src, []
-        for info in infos:
-            axes = getattr(info, "original_mesh_dims", (info.mesh_dim,))
-            new = from_torch(info.src_dst_placements[1])
-            there = here.with_placements(
-                [new if axis in axes else p for axis, p in enumerate(here.placements)]
-            )
-            kind = info._comm_type_key()
-            if kind is not None:
-                facts.append((kind, tuple(axes), torch_size(kind, axes, here, there)))
-            here = there
-        assert here.placements == dst.placements
-        bills.append(bill(facts, src.mesh.shape))
-    return bills
-
-
-def torch_size(kind: str, axes: Sequence[int], before: core.Layout, after: core.Layout) -> int:
-    """Give the bytes of torch's step on its busiest rank: every piece is padded to the largest."""
-    num_ranks = math.prod(before.mesh.shape[axis] for axis in axes)
-    sizes = [math.prod(at.largest_shape) for at in (before, after)]
-    if kind == "all_to_all":  # padded on both dims
-        dims = [at.placements[axes[0]].cut_dim for at in (before, after)]
-        piece = list(before.largest_shape)
-        piece[dims[1]] = after.largest_shape[dims[1]]
-        return ITEMSIZE * (num_ranks - 1) * math.prod(piece)
-    piece = sizes[0] if kind == "all_gather" else sizes[1]
-    if kind == "all_reduce":
-        return ITEMSIZE * elements_moved(kind, num_ranks, *sizes)
-    return ITEMSIZE * (num_ranks - 1) * piece
-
-
-def lacking(src: core.Layout, dst: core.Layout) -> int:
-    """Give the bytes that some rank needs and does not hold; of layouts with nothing pending."""
-    most = 0
-    for rank in src.mesh.ranks:
-        before, after = src.intervals(rank), dst.intervals(rank)
-        both = math.prod(count(intersect(a, b)) for a, b in zip(before, after, strict=True))
-        most = max(most, math.prod(map(count, after)) - both)
-    return ITEMSIZE * most
+def layouts_of(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[core.Layout]:
+    """List the layouts of a tensor, in every order of the axes that cut one dim."""
+    mesh = core.AbstractMesh("cpu", mesh_shape)
+    options = [core.Replicate(), core.Partial(), *map(core.Shard, range(len(shape)))]
+    every = (
+        core.Layout(mesh, placements, shape, order)
+        for placements in itertools.product(options, repeat=mesh.ndim)
+        for order in itertools.permutations(range(mesh.ndim))
+    )
+    return list(dict.fromkeys(every))
 
 
 def pairs_of(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], every: int
 ) -> Iterator[tuple[core.Layout, core.Layout]]:
-    mesh = core.AbstractMesh("cpu", mesh_shape)
-    options = [core.Replicate(), core.Partial(), *map(core.Shard, range(len(shape)))]
-    layouts = [
-        core.Layout(mesh, placements, shape)
-        for placements in itertools.product(options, repeat=mesh.ndim)
-    ]
-    return itertools.islice(itertools.permutations(layouts, 2), 0, None, every)
+    pairs = itertools.permutations(layouts_of(mesh_shape, shape), 2)
+    return itertools.islice(pairs, 0, None, every)
 
 
-def torch_meshes(mesh_shape: tuple[int, ...]) -> list:
-    """Make torch's mesh as users make it, and one with every group of axes flattened."""
-    names = tuple("xyz"[: len(mesh_shape)])
-    meshes = [init_device_mesh("cpu", mesh_shape, mesh_dim_names=names) for _ in range(2)]
-    for n in range(2, len(names) + 1):
-        for group in itertools.combinations(names, n):
-            meshes[1][group]._flatten("_".join(group))
-    return meshes
-
-
-def compare(mesh_shape: tuple[int, ...], shape: tuple[int, ...], every: int) -> Counter:
-    """Count how our plans and torch's compare over all pairs on one mesh."""
+def compare(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...], every: int, search: int
+) -> tuple[Counter, Counter]:
+    """Count how our plans and torch's compare over the pairs on one mesh; and launches saved."""
     found: Counter = Counter()
-    meshes = torch_meshes(mesh_shape)
-    for src, dst in pairs_of(mesh_shape, shape, every):
-        ours = our_bill(src, dst)
+    rest: Counter = Counter()
+    torchs = TorchPlanner(mesh_shape, ITEMSIZE)
+    for number, (src, dst) in enumerate(pairs_of(mesh_shape, shape, every)):
+        plan = core.plan(src, dst, itemsize=ITEMSIZE, model=MODEL)
+        ours = our_bill(plan)
         found["pairs"] += 1
-        bound = None if src.has_partial or dst.has_partial else lacking(src, dst)
-        if bound is not None:
+        found["default"] += not src.order and not dst.order
+        if number % search == 0:
+            found["searched"] += 1
+            found["by any"] += is_dominated(src, dst)
+        if not src.has_partial and not dst.has_partial:
             found["bounded"] += 1
-            found["at bound"] += sum(ours.sizes) <= bound
-        for name, its in zip(("", " fused"), torch_bill(src, dst, meshes), strict=True):
-            found["dominated" + name] += its.dominates(ours)
-            found["we dominate" + name] += ours.dominates(its)
+            moved = Estimate.of(src, dst, plan.steps, itemsize=ITEMSIZE, model=MODEL)
+            if moved.received <= moved.needed:
+                found["at bound"] += 1
+            else:
+                rest[saved(plan)] += 1
+        try:
+            theirs = torchs.plans(src, dst)
+        except RuntimeError:
+            found["torch cannot"] += 1
+            continue
+        for name, facts in zip(("", " fused"), theirs, strict=True):
+            its = bill(facts, mesh_shape)
+            found["by torch" + name] += its.dominates(ours)
+            found["we" + name] += ours.dominates(its)
             found["slower" + name] += ours.seconds > its.seconds * (1 + 1e-9)
             if its.seconds:
                 found["ratio" + name] += math.log(max(ours.seconds, 1e-6) / its.seconds)
                 found["priced" + name] += 1
-    return found
+    return found, rest
 
 
 def planning_times(mesh_shape: tuple[int, ...], shape: tuple[int, ...], every: int) -> list[float]:
@@ -209,31 +235,44 @@ def planning_times(mesh_shape: tuple[int, ...], shape: tuple[int, ...], every: i
     return sorted(times)
 
 
+HEAD = (
+    f"{'mesh':9} {'size':7} {'tensor':15} {'pairs':>11}  {'by torch':>8}  {'slower':>8}  {'we':>11}"
+    f"  time/torch  {'by any':>6}  at bound   rest"
+)
+
+
+def row(mesh_shape: tuple[int, ...], size: str, shape: tuple[int, ...], every: int, search: int):
+    n, rest = compare(mesh_shape, shape, every, search)
+    ratios = [math.exp(n["ratio" + w] / max(n["priced" + w], 1)) for w in ("", " fused")]
+    saved = ", ".join(f"{k}: {v}" for k, v in sorted(rest.items()))
+    mesh, tensor = ("x".join(map(str, numbers)) for numbers in (mesh_shape, shape))
+    print(
+        f"{mesh:9} {size:7} {tensor:15} {n['default']:5}/{n['pairs']:5}"
+        f"  {n['by torch']:3}, {n['by torch fused']:3}  {n['slower']:3}, {n['slower fused']:3}"
+        f"  {n['we']:5},{n['we fused']:5}  {ratios[0]:.2f}, {ratios[1]:.2f}"
+        f"  {n['by any']:2}/{n['searched']:3}  {n['at bound']}/{n['bounded']}  {{{saved}}}",
+        flush=True,
+    )
+    if n["torch cannot"]:
+        print(f"{'':33} {n['torch cannot']:11}  of which torch refuses", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mesh", help="one mesh shape, such as 2,4")
+    parser.add_argument("--size", choices=SHAPES, help="one size")
     parser.add_argument("--every", type=int, default=1, help="compare each n-th pair only")
+    parser.add_argument("--search", type=int, default=20, help="search through each n-th of these")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # torch says where it would like a flattened mesh
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     meshes = [tuple(map(int, args.mesh.split(",")))] if args.mesh else MESHES
-    print("mesh       size     tensor             pairs  dominated  slower  we dominate", end="")
-    print("  time/torch  at bound   (second figures: torch with all groups flattened)")
-    for mesh_shape, (size, shapes) in itertools.product(meshes, SHAPES.items()):
+    sizes = {args.size: SHAPES[args.size]} if args.size else SHAPES
+    print(HEAD)
+    for mesh_shape, (size, shapes) in itertools.product(meshes, sizes.items()):
         for shape in shapes:
-            n = compare(mesh_shape, shape, args.every)
-            ratio, fused = (
-                math.exp(n["ratio" + w] / max(n["priced" + w], 1)) for w in ("", " fused")
-            )
-            print(
-                f"{mesh_shape!s:10} {size:8} {shape!s:18} {n['pairs']:5}"
-                f"  {n['dominated']:4} {n['dominated fused']:4}"
-                f"  {n['slower']:3} {n['slower fused']:3}"
-                f"  {n['we dominate']:5} {n['we dominate fused']:5}"
-                f"  {ratio:.2f} {fused:.2f}   {n['at bound']}/{n['bounded']}",
-                flush=True,
-            )
+            row(mesh_shape, size, shape, args.every, args.search)
     for mesh_shape in meshes:
         times = planning_times(mesh_shape, (1024, 1023), args.every)
         print(

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A backend of one file: processes that exchange torch tensors through rank 0, over sockets.
 
-It shows what a backend has to say and do, and passes the conformance suite. A package that holds it
-makes it known by an entry point; the name is the device type of the mesh.
+A package that holds it makes it known by an entry point; the name is the device type of the mesh:
 
     [project.entry-points."hyper_parallel.backends"]
     hub = "hub_backend:HubBackend"
 
-    python -m hyper_parallel.conformance --backend hub --ranks 4
-
+It passes the conformance suite: python -m hyper_parallel.conformance --backend hub --ranks 4.
 Every collective is one exchange: all members of a group bring something to the hub, a thread of
 rank 0, which answers each with what all brought. Slow, but a backend.
 """
@@ -17,8 +15,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from functools import reduce
 from multiprocessing.connection import Client, Connection, Listener, wait
+from types import SimpleNamespace
 
 import torch
 
@@ -55,11 +55,14 @@ def serve(listener: Listener, world_size: int) -> None:
                     answer.send([group[member][1] for member in ranks])
 
 
-class Done:
-    """A collective that is over."""
+def over(collective):
+    """Give a collective its asynchronous form: nothing overlaps here."""
 
-    def __init__(self, result: torch.Tensor) -> None:
-        self.wait = lambda: result
+    def run(self, *args, async_op=False, **kwargs):
+        result = collective(self, *args, **kwargs)
+        return SimpleNamespace(wait=lambda: result) if async_op else result
+
+    return run
 
 
 class HubCommunicator:
@@ -82,12 +85,8 @@ class HubCommunicator:
         # As bytes: torch would send a handle of shared memory.
         sent = x.detach().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
         every = self.exchange((tuple(x.shape), sent))
-        return [
-            torch.frombuffer(bytearray(one), dtype=x.dtype).view(shape)
-            if one
-            else x.new_empty(shape)
-            for shape, one in every
-        ]
+        flat = [torch.tensor(bytearray(b), dtype=torch.uint8).view(x.dtype) for _, b in every]
+        return [one.view(shape) for one, (shape, _) in zip(flat, every, strict=True)]
 
     def _reduced(self, where: str, x: torch.Tensor, op: str, divide: int = 0) -> torch.Tensor:
         dtype = str(x.dtype).removeprefix("torch.")
@@ -97,26 +96,29 @@ class HubCommunicator:
             )
         return reduce(OPS[op], self._tensors(where, x, divide))
 
-    def all_reduce(self, x, op="sum", *, async_op=False):
-        result = x.copy_(self._reduced("all_reduce", x, op))
-        return Done(result) if async_op else result
+    @over
+    def all_reduce(self, x, op="sum"):
+        return x.copy_(self._reduced("all_reduce", x, op))
 
-    def reduce_scatter(self, x, op="sum", *, async_op=False):
-        result = self._reduced("reduce_scatter", x, op, self.size)
-        result = result.chunk(self.size)[self.rank].clone()
-        return Done(result) if async_op else result
+    @over
+    def reduce_scatter(self, x, op="sum"):
+        whole = self._reduced("reduce_scatter", x, op, divide=self.size)
+        return whole.chunk(self.size)[self.rank].clone()
 
+    @over
     def reduce_scatter_v(self, x, sizes, op="sum"):
         return self._reduced("reduce_scatter_v", x, op).split(list(sizes))[self.rank].clone()
 
-    def all_gather(self, x, *, async_op=False):
-        result = torch.cat(self._tensors("all_gather", x, divide=1))
-        return Done(result) if async_op else result
+    @over
+    def all_gather(self, x):
+        return torch.cat(self._tensors("all_gather", x, divide=1))
 
+    @over
     def all_gather_v(self, x, sizes):
         return torch.cat(self._tensors("all_gather_v", x))
 
-    def all_to_all_v(self, x, send_sizes, recv_sizes):
+    @over
+    def all_to_all_v(self, x, send_sizes, recv_sizes, even=False):
         sent = zip(self._tensors("all_to_all_v", x), self.exchange(list(send_sizes)), strict=True)
         return torch.cat([one.split(sizes)[self.rank] for one, sizes in sent])
 
@@ -177,23 +179,20 @@ class HubBackend:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def slice_handle(self, handle: object, names: tuple[str, ...]) -> None:
-        return None
-
-    def flatten_handle(self, mesh: object, name: str) -> None:
-        return None
+    def _nothing(self, *_: object) -> None:
+        """Give the handle of a slice: none is needed, as a group is only a tuple of ranks."""
 
     def _no_groups(self, *_: object) -> None:
         refuse("hub", "meshes must be made by init_device_mesh", "There are no process groups")
 
+    slice_handle = flatten_handle = _nothing
     group = adopt_groups = wrap_mesh = _no_groups
 
 
 def connect(address: tuple[str, int]) -> Connection:
     """Connect to the hub, which may not listen yet."""
-    for _ in range(600):
+    while True:
         try:
             return Client(address, authkey=KEY)
         except ConnectionRefusedError:
-            threading.Event().wait(0.1)
-    raise BackendError(describe("hub", "rank 0 must listen", "Start it", address=address))
+            time.sleep(0.1)

@@ -15,6 +15,26 @@ settings.register_profile("nightly", max_examples=20_000, deadline=None, print_b
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the caller choose the device; tests that name another one still use that."""
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda", "npu"),
+        default="cpu",
+        help="where tests run; npu is simulated where torch_npu is not installed",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the device before any test module is imported, here and in processes to come."""
+    device = config.getoption("--device")
+    if device != "cpu":
+        os.environ["HYPER_PARALLEL_TEST_DEVICE"] = device
+        from support.device import use_device
+
+        use_device()
+
+
 def _has_cuda() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False

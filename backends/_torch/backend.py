@@ -10,20 +10,20 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from hyper_parallel.backends._torch.communicator import TorchCommunicator
 from hyper_parallel.backends._torch.dtypes import DtypeSupport
+from hyper_parallel.backends._torch.groups import joint_group, mesh_groups
 from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
-from hyper_parallel.errors import BackendError, LayoutError, describe
-from hyper_parallel.runtime.interface import ArrayOps, Capabilities, Communicator
+from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 from hyper_parallel.runtime.mesh import DeviceMesh
 
 __all__ = ["TorchBackend"]
@@ -89,10 +89,8 @@ class TorchBackend:
         return dist.get_world_size()
 
     def prepare(self, mesh: AbstractMesh) -> TorchMesh:
-        """Make torch's mesh with its groups; collective over the world."""
-        handle = TorchMesh(
-            self.device_type, _index_tensor(mesh), mesh_dim_names=mesh.mesh_dim_names
-        )
+        """Make torch's mesh, and the groups that it lacks; collective over the world."""
+        handle = _torch_mesh(mesh, mesh_groups(mesh))
         if isinstance(mesh, DeviceMesh):
             self._wrapped[id(handle)] = mesh
         return handle
@@ -114,8 +112,8 @@ class TorchBackend:
 
     def flatten_handle(self, mesh: DeviceMesh, name: str) -> TorchMesh:
         """Give a 1-axis torch mesh over all ranks of `mesh`; collective over those ranks."""
-        axes = tuple(range(mesh.ndim))
-        group = mesh.handle.get_group(0) if mesh.ndim == 1 else _joint_group(mesh, axes)
+        one = mesh.ndim == 1
+        group = mesh.handle.get_group(0) if one else joint_group(mesh.ranks, f"mesh_{name}")
         ranks = mesh.handle.mesh.flatten()
         return TorchMesh.from_group([group], self.device_type, ranks, mesh_dim_names=(name,))
 
@@ -156,19 +154,23 @@ class TorchBackend:
 
     def communicator(self, mesh: AbstractMesh, handle: TorchMesh, axis: int) -> TorchCommunicator:
         """Give the collectives of one axis for this rank."""
-        return TorchCommunicator(
-            handle.get_group(axis),
-            mesh.group_ranks(axis, rank=dist.get_rank()),
-            self.device_type,
-            dtypes=self.dtypes,
-            uneven=self.capabilities.uneven_gather,
-        )
+        ranks = mesh.group_ranks(axis, rank=dist.get_rank())
+        return self._communicator(handle.get_group(axis), ranks)
 
     def joint_communicator(self, mesh: Any, axes: tuple[int, ...]) -> TorchCommunicator:
         """Make the group of several axes for this rank; collective over its ranks."""
+        ranks = mesh.submesh_ranks(axes, rank=dist.get_rank())
+        name = "_".join(mesh.axis_names[axis] for axis in axes)
+        return self._communicator(joint_group(ranks, f"mesh_{name}"), ranks)
+
+    def union_communicator(self, ranks: tuple[int, ...]) -> TorchCommunicator:
+        """Make a group of any ranks; collective over them."""
+        return self._communicator(joint_group(ranks, "union"), ranks)
+
+    def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> TorchCommunicator:
         return TorchCommunicator(
-            _joint_group(mesh, axes),
-            mesh.submesh_ranks(axes, rank=dist.get_rank()),
+            group,
+            ranks,
             self.device_type,
             dtypes=self.dtypes,
             uneven=self.capabilities.uneven_gather,
@@ -199,40 +201,17 @@ def _slice(handle: TorchMesh, axes: Sequence[int]) -> torch.Tensor:
     return ranks[tuple(place[axis] for axis in other)].contiguous()
 
 
-def _joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
-    """Give a group over several axes, made by its ranks alone; the default group if it is all."""
-    ranks = list(mesh.submesh_ranks(axes, rank=dist.get_rank()))
-    world = cast(dist.ProcessGroup, dist.group.WORLD)
-    if len(ranks) == dist.get_world_size():
-        return world
-    if world.bound_device_id is not None:
-        raise BackendError(
-            describe(
-                "DeviceMesh",
-                "the default process group must not be bound to a device to join mesh axes",
-                "Start the default group without device_id",
-                device_id=str(world.bound_device_id),
-            )
-        )
-    _level_group_counts([mesh.communicator(axis) for axis in axes if mesh.shape[axis] > 1])
-    name = "_".join(mesh.axis_names[axis] for axis in axes)
-    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"mesh_{name}")
-    return cast(dist.ProcessGroup, group)
-
-
-def _level_group_counts(communicators: Sequence[Communicator]) -> None:
-    """Give all ranks that can be reached over these axes the same number of groups.
-
-    torch names a group that its members alone make by their ranks and by how many groups a process
-    has. Members that have different numbers wait for each other under different names, for ever. So
-    those that have fewer add groups of their own rank only, which take no peer and no connection.
-    """
-    names: dict[Any, Any] = distributed_c10d._world.pg_names
-    count = len(names)
-    for comm in communicators:
-        count = max(n for (n,) in comm.all_gather_ints([count]))
-    while len(names) < count:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="level")
+def _torch_mesh(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> TorchMesh:
+    """Make torch's mesh on groups that exist; outside the mesh there are none."""
+    ranks, names = _index_tensor(mesh), mesh.mesh_dim_names
+    if not groups:
+        return TorchMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    if mesh.ndim == 1 and list(mesh.ranks) == dist.get_process_group_ranks(groups[0]):
+        return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    # torch wants names here.
+    return TorchMesh.from_group(
+        list(groups), mesh.device_type, ranks, mesh_dim_names=mesh.axis_names
+    )
 
 
 def _check_groups(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> None:

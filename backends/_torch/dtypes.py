@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-__all__ = ["COMPLEX", "FLOATS", "INTS", "UNSIGNED", "DtypeSupport"]
+__all__ = ["COMPLEX", "FLOATS", "INTS", "UNSIGNED", "DtypeSupport", "name_of"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -66,9 +66,9 @@ class DtypeSupport:
         parts = {c: c.to_real() for c in COMPLEX}  # summed as pairs of real numbers
         wide |= {(op, c) for c, r in parts.items() for op in _LINEAR if (op, r) in self.native}
         return {
-            "reduces": frozenset((op, _name(dtype)) for op, dtype in self.native),
-            "widens": frozenset((op, _name(d)) for op, d in wide if (op, d) not in self.native),
-            "moves": frozenset(map(_name, self.moves)),
+            "reduces": frozenset((op, name_of(dtype)) for op, dtype in self.native),
+            "widens": frozenset((op, name_of(d)) for op, d in wide if (op, d) not in self.native),
+            "moves": frozenset(map(name_of, self.moves)),
         }
 
     def widened(self, op: str, dtype: torch.dtype) -> tuple[str, torch.dtype] | None:
@@ -81,5 +81,6 @@ class DtypeSupport:
         return (_ON_BOOLS.get(op, op) if dtype == torch.bool else op), wide
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """Give a dtype's name, as Capabilities have it."""
     return str(dtype).removeprefix("torch.")

@@ -21,29 +21,33 @@ class TorchOps:
 
     __slots__ = ()
 
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """Give `x` so that a view of it is a plain view: detached if it asks for a gradient."""
+        return x.detach() if x.requires_grad else x
+
     def narrow(self, x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
         """View `length` entries of `dim` from `start`."""
-        return _plain(x).narrow(dim, start, length)
+        return self.plain(x).narrow(dim, start, length)
 
     def cat(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Concatenate into a new contiguous tensor."""
-        return torch.cat([_plain(part) for part in parts], dim).contiguous()
+        return torch.cat([self.plain(part) for part in parts], dim).contiguous()
 
     def movedim(self, x: torch.Tensor, src: int, dst: int) -> torch.Tensor:
         """View `x` with dim `src` at `dst`; `x` itself if nothing moves."""
-        return x if src == dst else _plain(x).movedim(src, dst)
+        return x if src == dst else self.plain(x).movedim(src, dst)
 
     def reshape(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Give `x` another shape of the same number of elements."""
-        return _plain(x).reshape(shape)
+        return self.plain(x).reshape(shape)
 
     def contiguous(self, x: torch.Tensor) -> torch.Tensor:
         """Give `x` itself if it is contiguous, else a contiguous copy."""
-        return x if x.is_contiguous() else _plain(x).contiguous()
+        return x if x.is_contiguous() else self.plain(x).contiguous()
 
     def clone(self, x: torch.Tensor) -> torch.Tensor:
         """Copy into a new contiguous tensor."""
-        x = _plain(x)
+        x = self.plain(x)
         if x.is_contiguous():
             return x.clone()  # without the argument, which takes a sixth of a small copy's time
         return x.clone(memory_format=torch.contiguous_format)
@@ -66,18 +70,14 @@ class TorchOps:
         Integers stay exact or are refused; to read whether a division is exact costs a device
         synchronisation.
         """
-        x = _plain(x)
+        x = self.plain(x)
         if x.is_floating_point() or x.is_complex():
             return x.div(factor) if divide else x.mul(factor)
         return _scale_ints(x, factor, divide)
 
     def copy_into(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Write `src` into the view `dst` of the same shape."""
-        _plain(dst).copy_(_plain(src))
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return x.detach() if x.requires_grad else x
+        TorchOps.plain(self, dst).copy_(self.plain(src))
 
 
 def _identity_value(op: str, dtype: torch.dtype) -> Any:
@@ -90,9 +90,9 @@ def _identity_value(op: str, dtype: torch.dtype) -> Any:
     lowest = op == "max"
     if dtype == torch.bool:
         return not lowest
-    if dtype.is_floating_point:
+    if dtype.is_floating_point and dtype.itemsize > 1:  # some float8 have no infinity
         return float("-inf") if lowest else float("inf")
-    limits = torch.iinfo(dtype)
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     return limits.min if lowest else limits.max
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,17 +14,16 @@ import torch
 from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.rank_state import TorchState, carry_modes
 from hyper_parallel.backends._torch.simulated_collectives import (
-    REDUCED,
+    REDUCES,
     SimulatedCommunicator,
     SimulatedGroup,
-    reduces,
 )
 from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
-from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import BackendError, LayoutError, describe
 from hyper_parallel.runtime.baton import Baton, current_rank
 from hyper_parallel.runtime.calls import Call
-from hyper_parallel.runtime.interface import Capabilities
+from hyper_parallel.runtime.interface import ArrayOps, Capabilities
+from hyper_parallel.runtime.registry import backend_for
 
 __all__ = ["SimulatedBackend", "SimulatedGroup", "SimulatedMesh"]
 
@@ -42,16 +41,26 @@ class SimulatedBackend:
 
     Args:
         world_size: number of simulated ranks.
-        device_type: where their tensors live.
+        device_type: where their tensors live; default torch's default device. On the CPU all works
+            that torch can do; on another device what its backend can do, and no more.
+
+    Raises:
+        BackendError: the device cannot be used here.
     """
 
-    def __init__(self, world_size: int, device_type: str = "cpu") -> None:
+    def __init__(self, world_size: int, device_type: str | None = None) -> None:
         self.name = "simulated"
-        self.device_type = device_type
+        self.device_type = device_type or torch.get_default_device().type
         self.capabilities = Capabilities(
-            uneven_gather=True, native_avg=True, checks_calls=True, reduces=_reduces()
+            uneven_gather=True, native_avg=True, checks_calls=True, reduces=REDUCES
         )
-        self.ops = TorchOps()
+        self.ops: ArrayOps = TorchOps()
+        self._reduces = REDUCES
+        if self.device_type not in ("cpu", "meta"):
+            real = backend_for(self.device_type)
+            self.capabilities = replace(real.capabilities, checks_calls=True)
+            self.ops = real.ops
+            self._reduces = (real.capabilities.reduces or REDUCES) | real.capabilities.widens
         self._world_size = world_size
         self._serials = itertools.count(1)
         self._baton: Baton | None = None
@@ -201,18 +210,30 @@ class SimulatedBackend:
     ) -> SimulatedCommunicator:
         """Give the collectives of one axis for this rank."""
         group = self.group(handle, axis)
-        return SimulatedCommunicator(self._connected(), group, device_type=self.device_type)
+        return self._communicator(group)
 
     def joint_communicator(
         self, mesh: AbstractMesh, axes: tuple[int, ...]
     ) -> SimulatedCommunicator:
         """Make the group of several axes for this rank; its ranks agree on it."""
-        rank = self.rank()
-        ranks = mesh.submesh_ranks(axes, rank=rank)
+        ranks = mesh.submesh_ranks(axes, rank=self.rank())
         names = tuple(mesh.axis_names[axis] for axis in axes)
         call = Call.of("joint_communicator", shape=mesh.shape, axes=names)
-        group = SimulatedGroup(ranks, self._make_groups(ranks, call), rank)
-        return SimulatedCommunicator(self._connected(), group, device_type=self.device_type)
+        return self._make_communicator(ranks, call)
+
+    def union_communicator(self, ranks: tuple[int, ...]) -> SimulatedCommunicator:
+        """Make a group of any ranks; they agree on it."""
+        return self._make_communicator(ranks, Call.of("union_communicator", ranks=ranks))
+
+    def _make_communicator(self, ranks: tuple[int, ...], call: Call) -> SimulatedCommunicator:
+        return self._communicator(
+            SimulatedGroup(ranks, self._make_groups(ranks, call), self.rank())
+        )
+
+    def _communicator(self, group: SimulatedGroup) -> SimulatedCommunicator:
+        return SimulatedCommunicator(
+            self._connected(), group, device_type=self.device_type, reduces=self._reduces
+        )
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
         """Give the mesh's ranks as an int tensor, as torch's DeviceMesh.mesh is."""
@@ -236,11 +257,6 @@ class SimulatedBackend:
                 )
             )
         return self._baton
-
-
-def _reduces() -> frozenset[tuple[str, str]]:
-    every = [(op, dtype) for op in REDUCE_OPS for dtype in REDUCED if reduces(op, dtype)]
-    return frozenset((op, str(dtype).removeprefix("torch.")) for op, dtype in every)
 
 
 def _refuse_groups(groups: Sequence[SimulatedGroup], mesh: Any) -> NoReturn:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS
+from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, name_of
 from hyper_parallel.backends._torch.refusals import (
     wrong_pieces,
     wrong_rows,
@@ -28,7 +28,7 @@ from hyper_parallel.runtime.baton import Baton
 from hyper_parallel.runtime.calls import Call, check_parts
 from hyper_parallel.runtime.refusals import cannot_reduce
 
-__all__ = ["REDUCED", "SimulatedCommunicator", "SimulatedGroup", "SimulatedWork", "reduces"]
+__all__ = ["REDUCES", "SimulatedCommunicator", "SimulatedGroup", "SimulatedWork"]
 
 Tensor = torch.Tensor
 Combine = Callable[[list[Any]], list[Any]]
@@ -42,8 +42,16 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-# What torch adds, on every device.
-REDUCED = (*FLOATS, *INTS, torch.int16, *COMPLEX, torch.bool)
+_DTYPES = (*FLOATS, *INTS, torch.int16, *COMPLEX, torch.bool)
+
+
+def _exists(op: str, dtype: torch.dtype) -> bool:
+    averages = op != "avg" or dtype.is_floating_point or dtype.is_complex
+    return averages and not (dtype.is_complex and op in ("max", "min"))
+
+
+# What torch adds, on every device: (op, dtype by name).
+REDUCES = frozenset((op, name_of(t)) for op in _REDUCTIONS for t in _DTYPES if _exists(op, t))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +95,24 @@ class SimulatedCommunicator:
         baton: the scheduler.
         group: the group, as this rank sees it.
         device_type: where tensors must be.
+        reduces: (op, dtype by name) that are not refused.
     """
 
-    def __init__(self, baton: Baton, group: SimulatedGroup, *, device_type: str) -> None:
+    def __init__(
+        self,
+        baton: Baton,
+        group: SimulatedGroup,
+        *,
+        device_type: str,
+        reduces: frozenset[tuple[str, str]] = REDUCES,
+    ) -> None:
         self.ranks = group.ranks
         self.rank = group.rank()
         self.size = group.size()
         self._baton = baton
         self._serial = group.serial
         self._device_type = device_type
+        self._reduces = reduces
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce `x` in place over the group."""
@@ -227,7 +244,7 @@ class SimulatedCommunicator:
 
     def _check_op(self, name: str, x: Tensor, op: str) -> None:
         """Refuse an op that does not exist or that the dtype does not have."""
-        if not reduces(op, x.dtype):
+        if (op, name_of(x.dtype)) not in self._reduces:
             raise cannot_reduce(name, x.dtype, op, self._device_type, is_complex=x.is_complex())
 
     def _check_sizes(
@@ -247,13 +264,6 @@ class SimulatedCommunicator:
     def _check_src(self, name: str, src: int) -> None:
         if not 0 <= src < self.size:
             _refuse(name, f"src must be an index into the group {self.ranks}", "Pass one", src=src)
-
-
-def reduces(op: str, dtype: torch.dtype) -> bool:
-    """Say whether an op exists, and for this dtype."""
-    averages = op != "avg" or dtype.is_floating_point or dtype.is_complex
-    ordered = op not in ("max", "min") or not dtype.is_complex
-    return op in _REDUCTIONS and dtype in REDUCED and averages and ordered
 
 
 def _reduce(xs: list[Tensor], op: str) -> Tensor:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 
 import torch
+import torch.distributed as dist
 
 from hyper_parallel.backends._torch.backend import TorchBackend
 from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, UNSIGNED, DtypeSupport
+from hyper_parallel.backends.npu.formats import NpuOps
+from hyper_parallel.backends.npu.presence import why_no_torch_npu
 from hyper_parallel.runtime.interface import Capabilities
 
 __all__ = ["NpuBackend"]
@@ -26,6 +27,7 @@ class NpuBackend(TorchBackend):
     name = "npu"
     device_type = "npu"
     library = "hccl"
+    ops = NpuOps()
     dtypes = DtypeSupport(
         moves=(*FLOATS, *INTS, torch.int16, *UNSIGNED, *COMPLEX, torch.bool),
         reduces=(
@@ -38,15 +40,14 @@ class NpuBackend(TorchBackend):
     capabilities = Capabilities(**dtypes.answers())
 
     def _libraries(self) -> dict[str, str]:
-        return {"torch_npu": importlib.metadata.version("torch_npu")}
+        return {"torch_npu": importlib.import_module("torch_npu").__version__}
 
     def _missing(self) -> str | None:
-        if importlib.util.find_spec("torch_npu") is None:
-            return "torch_npu is not installed; install the release that matches this torch"
-        try:
-            importlib.import_module("torch_npu")  # registers the device and hccl
-        except (ImportError, OSError, RuntimeError) as error:
-            return f"torch_npu cannot be imported ({error}); source CANN's set_env.sh first"
+        reason = why_no_torch_npu()
+        if reason is not None:
+            return reason
         if not torch.get_device_module("npu").is_available():
             return "no NPU is visible; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
+        if not dist.is_backend_available("hccl"):
+            return "torch_npu did not register hccl; install a build of it with distributed"
         return None

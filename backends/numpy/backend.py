@@ -81,4 +81,4 @@ class NumpyBackend:
         self.rank()
 
     group = slice_handle = adopt_groups = wrap_mesh = _no_group
-    communicator = joint_communicator = _no_group
+    communicator = joint_communicator = union_communicator = _no_group

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,9 +13,9 @@ import numpy as np
 
 from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.runtime import DeviceMesh
+from hyper_parallel.runtime import ArrayOps, Backend, Communicator, DeviceMesh
 from hyper_parallel.runtime.checked import CheckedCommunicator
-from hyper_parallel.runtime.rows import gather_dim, reduce_scatter_dim
+from hyper_parallel.runtime.rows import gather_dim
 
 __all__ = ["collective_checks"]
 
@@ -42,6 +43,10 @@ def collective_checks() -> Iterator[Check]:
                 call = partial(run, dtype, sizes)
                 reduces = run is _scatter_uneven
                 yield Check(name, f"{case} {dtype}", call, partial(_how_uneven, reduces, dtype))
+    for protocol in (Backend, ArrayOps, Communicator):
+        name = protocol.__name__
+        needs_rank = protocol is Communicator
+        yield Check("interface", name, partial(_has, protocol), needs_rank=needs_rank)
     yield Check("exchange", "host integers", _ints)
     yield Check("exchange", "barrier", lambda here: here.comm.barrier())
     for axis in ("row", "column", ("row", "column")):
@@ -125,9 +130,18 @@ def _all_to_all(dtype: str, here: Here) -> None:
     for factor in (1, 0):
         counts = [[factor * ((a + 2 * b) % 3) for b in range(n)] for a in range(n)]
         parts = [[here.data(n * a + b, (counts[a][b],), dtype) for b in range(n)] for a in range(n)]
-        x = here.arrays.make(np.concatenate(parts[i]), dtype)
-        got = here.comm.all_to_all_v(x, counts[i], [row[i] for row in counts])
-        here.same(got, np.concatenate([row[i] for row in parts]), dtype, f"counts {counts}")
+        sent = np.concatenate(parts[i])
+        receive, want = [row[i] for row in counts], np.concatenate([row[i] for row in parts])
+        got = here.comm.all_to_all_v(here.arrays.make(sent, dtype), counts[i], receive)
+        here.same(got, want, dtype, f"sync {counts}")
+        x = here.arrays.make(sent, dtype)
+        got = _waited(here.comm.all_to_all_v(x, counts[i], receive, async_op=True))
+        here.same(got, want, dtype, f"async {counts}")
+    x = here.arrays.make(
+        np.concatenate([here.data(n * i + b, (2,), dtype) for b in range(n)]), dtype
+    )
+    want = np.concatenate([here.data(n * a + i, (2,), dtype) for a in range(n)])
+    here.same(here.comm.all_to_all_v(x, [2] * n, [2] * n, even=True), want, dtype, "even")
 
 
 def _broadcast(dtype: str, here: Here) -> None:
@@ -164,6 +178,9 @@ def _gather_uneven(dtype: str, sizes_of: Callable[[int], list[int]], here: Here)
     pieces = [here.data(i, (size, 2), dtype) for i, size in enumerate(sizes)]
     x = here.arrays.make(pieces[here.comm.rank], dtype)
     here.same(gather_dim(here.mesh, 0, x, 0, sizes), np.concatenate(pieces), dtype, f"{sizes}")
+    if here.capabilities.uneven_gather:
+        got = _waited(here.comm.all_gather_v(x, sizes, async_op=True))
+        here.same(got, np.concatenate(pieces), dtype, f"async {sizes}")
 
 
 def _scatter_uneven(dtype: str, sizes_of: Callable[[int], list[int]], here: Here) -> None:
@@ -171,10 +188,31 @@ def _scatter_uneven(dtype: str, sizes_of: Callable[[int], list[int]], here: Here
     pieces = [here.data(j, (sum(sizes), 2), dtype) for j in range(len(sizes))]
     want = here.reduced(pieces, "sum")[sum(sizes[:i]) : sum(sizes[: i + 1])]
     x = here.arrays.make(pieces[i], dtype)
-    here.same(reduce_scatter_dim(here.mesh, 0, x, 0, sizes), want, dtype, f"{sizes}")
+    here.same(here.scattered(x, sizes), want, dtype, f"{sizes}")
+    if here.capabilities.uneven_gather:
+        x = here.arrays.make(pieces[i], dtype)
+        got = _waited(here.comm.reduce_scatter_v(x, sizes, async_op=True))
+        here.same(got, want, dtype, f"async {sizes}")
 
 
 _UNEVEN = {"uneven all_gather": _gather_uneven, "uneven reduce_scatter": _scatter_uneven}
+
+
+def _has(protocol: type[Any], here: Here) -> None:
+    """Every method of a protocol is there and takes the protocol's parameters by name."""
+    owner: Any = {Backend: here.backend, ArrayOps: here.backend.ops}.get(protocol)
+    owner = here.comm if owner is None else owner
+    for name, method in vars(protocol).items():
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        wanted = inspect.signature(method).parameters.values()
+        positional = [p.name for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+        by_name = [p.name for p in wanted if p.kind is p.KEYWORD_ONLY]
+        own = inspect.signature(getattr(owner, name))
+        try:
+            own.bind(*positional, **dict.fromkeys(by_name))
+        except TypeError as error:
+            raise AssertionError(f"{protocol.__name__}.{name}{own}: {error}") from None
 
 
 def _ints(here: Here) -> None:

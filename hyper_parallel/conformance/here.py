@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 from hyper_parallel.conformance.arrays import Arrays, arrays_of
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.interface import Communicator
-from hyper_parallel.runtime.rows import reduce, reduce_scatter_dim
+from hyper_parallel.runtime.program import chain
+from hyper_parallel.runtime.rows import reduce, scatter
 
 __all__ = ["EMULATED", "FAIL", "PASS", "REFUSED", "Check", "Here"]
 
@@ -87,8 +88,13 @@ class Here:
         """Reduce and keep the own rows; as the executor does where there is no average."""
         if op == "avg" and self.reduction(op, dtype) == EMULATED:
             rows = [x.shape[0] // self.comm.size] * self.comm.size
-            return reduce_scatter_dim(self.mesh, 0, x, 0, rows, op)
+            return self.scattered(x, rows, op)
         return self.comm.reduce_scatter(x, op)
+
+    def scattered(self, x: Any, sizes: Sequence[int], op: str = "sum") -> Any:
+        """Reduce `x`, given up, and keep the own rows of uneven ones, as the executor does it."""
+        rows = scatter(self.mesh, 0, 0, sizes, op)
+        return chain(rows.before, rows.start, rows.after)(x)
 
     def data(self, rank: int, shape: tuple[int, ...], dtype: str) -> Numbers:
         """Give one rank's small whole numbers, the same wherever they are asked for."""

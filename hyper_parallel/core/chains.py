@@ -19,6 +19,7 @@ from hyper_parallel.core.nesting import (
     held_by,
     is_even,
     largest,
+    least,
     moved_axes,
     overlap,
     places_of,
@@ -28,6 +29,8 @@ from hyper_parallel.core.nesting import (
 __all__ = ["Dim"]
 
 Axes = frozenset[int]
+# At the first and at the last rank: how many indices it needs, and how many of these it holds.
+Ends = tuple[tuple[int, int], tuple[int, int]]
 
 
 def _candidates(size: int, ends: Sequence[Chain], free: Sequence[Cut]) -> list[Chain]:
@@ -67,10 +70,12 @@ class Dim:
                 self.chains.append(chain)
         self.axes = [frozenset(step.axis for step in chain) for chain in self.chains]
         self.largest = [largest(size, chain) for chain in self.chains]
+        self.least = [least(size, chain) for chain in self.chains]
         self._without: dict[tuple[int, Axes], int] = {}
         self._moved: dict[tuple[int, int], Axes] = {}
         self._overlaps: dict[tuple[int, int, Axes], Overlap] = {}
-        self._corners: dict[tuple[int, int, bool], tuple[int, int]] = {}
+        self._corners: dict[tuple[int, int], Ends] = {}
+        self._places: dict[tuple[int, int, int], Ends] = {}
 
     def without(self, i: int, axes: Axes) -> int:
         """Give the number of chain `i` with axes taken out; -1 where there is none."""
@@ -81,18 +86,42 @@ class Dim:
             self._without[i, axes] = found
         return found
 
-    def at_corner(self, i: int, j: int, last: bool) -> tuple[int, int]:
-        """Count what the first or last rank holds in chain `j`, and of it in chain `i`."""
-        found = self._corners.get((i, j, last))
+    def at_corners(self, i: int, j: int) -> Ends:
+        """Count what the first and last rank need for chain `j`, and of it hold in chain `i`."""
+        found = self._corners.get((i, j))
         if found is None:
-            before, after = (
+            found = self._corners[i, j] = self._at_ends(self.chains[i], self.chains[j])
+        return found
+
+    def at_places(self, i: int, j: int, axis: int) -> Ends:
+        """Count the same of all ranks at the first and at the last place of an axis together.
+
+        Where no chain says what they hold together, nothing is counted as missing.
+        """
+        found = self._places.get((i, j, axis))
+        if found is None:
+            left = [
+                without(self.size, self.chains[k], self.axes[k] - {axis})
+                if axis in self.axes[k]
+                else ()
+                for k in (i, j)
+            ]
+            known = None not in left
+            found = self._at_ends(left[0] or (), left[1] or ()) if known else ((1, 1), (1, 1))
+            self._places[i, j, axis] = found
+        return found
+
+    def _at_ends(self, before: Chain, after: Chain) -> Ends:
+        ends: list[tuple[int, int]] = []
+        for last in (False, True):
+            held, wanted = (
                 held_by(
                     self.size, chain, tuple([step.num_ranks - 1 if last else 0 for step in chain])
                 )
-                for chain in (self.chains[i], self.chains[j])
+                for chain in (before, after)
             )
-            found = self._corners[i, j, last] = count(after), count(intersect(before, after))
-        return found
+            ends.append((count(wanted), count(intersect(held, wanted))))
+        return ends[0], ends[1]
 
     def moved(self, i: int, j: int) -> Axes:
         """Give the axes along which a step from chain `i` to `j` must exchange."""

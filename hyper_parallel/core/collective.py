@@ -15,8 +15,8 @@ StepKind = Literal[
     "all_gather",  # cut -> R
     "reduce_scatter",  # P -> cut
     "all_to_all",  # any cut -> any other; pending reductions stay as they are
-    "exchange",  # as all_to_all, to another mesh of the same ranks; nothing is pending
-    "slice",  # R -> cut, local
+    "exchange",  # any cut -> any on another mesh, among the ranks of both; nothing is pending
+    "slice",  # R -> cut, local; to another mesh: any cut -> what each rank of it holds already
     "fill",  # R or cut -> P: the own share, the reduction's identity elsewhere, local
     "scale",  # P(sum) <-> P(avg), local
 ]
@@ -33,7 +33,7 @@ class Step:
     Args:
         kind: what it does.
         axes: the mesh axes whose ranks take part together, ascending. Their joint group lists its
-            ranks row-major by coordinate.
+            ranks row-major by coordinate. Between meshes: all axes of that of `dst`.
         src: the layout before the step.
         dst: the layout after it.
     """

@@ -51,12 +51,14 @@ class LinkModel:
     links: tuple[Link, ...] = ()
     name: str = "unnamed"
 
-    def describe(self, axis_names: Sequence[str]) -> str:
-        """Write the model out for a mesh with these axes."""
-        links = [self.link(axis, len(axis_names)) for axis in range(len(axis_names))]
+    def describe(self, axis_names: Sequence[str], *, crosses: bool = False) -> str:
+        """Write the model out for a mesh with these axes, and for what crosses to another one."""
+        links = [(name, self.link(i, len(axis_names))) for i, name in enumerate(axis_names)]
+        if crosses:
+            links.append(("between meshes", self.between))
         each = [
             f"{name} {link.latency * 1e6:g} us a hop, {link.bandwidth / 1e9:g} GB/s"
-            for name, link in zip(axis_names, links, strict=True)
+            for name, link in links
         ]
         return f"{self.name!r}: {self.launch * 1e6:g} us a launch; {'; '.join(each)}"
 
@@ -65,6 +67,12 @@ class LinkModel:
         if self.links:
             return self.links[axis]
         return _SLOW if axis == 0 and ndim > 1 else _FAST
+
+    @property
+    def between(self) -> Link:
+        """The link between ranks of two meshes: as slow as the slowest axis."""
+        links = self.links or (_SLOW,)
+        return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
     def terms(self, mesh_shape: Sequence[int], axes: Iterable[int]) -> tuple[float, float]:
         """Give the seconds of a collective without data, and the seconds per byte."""
@@ -89,23 +97,37 @@ class LinkModel:
         fixed, per_byte = self.terms(mesh_shape, axes)
         return fixed + size * per_byte
 
+    def seconds_between(self, num_ranks: int, *, size: int) -> float:
+        """Estimate an exchange between two meshes.
+
+        Args:
+            num_ranks: the ranks of both meshes.
+            size: bytes of the busiest rank.
+
+        Returns:
+            Seconds.
+        """
+        link = self.between
+        return self.launch + (num_ranks - 1).bit_length() * link.latency + size / link.bandwidth
+
 
 TWO_LEVEL = LinkModel(name="two-level")
 """The model of plans that are given none: slow links along the first of several axes."""
 
 
-def elements_moved(kind: str, num_ranks: int, before: int, after: int) -> int:
-    """Give the elements that a rank of an even collective receives.
+def elements_moved(kind: str, num_ranks: int, whole: int, pieces: tuple[int, int]) -> int:
+    """Give the elements that the busiest rank of a collective receives.
 
     Args:
         kind: "all_reduce", "all_gather" or "reduce_scatter".
         num_ranks: the size of the group.
-        before: the most elements that a rank holds before.
-        after: the most elements that a rank holds after.
+        whole: the most elements that a rank holds where it holds more: before, or after a gather.
+        pieces: the least and the most that a rank holds where it holds less; an all_reduce does
+            not ask.
 
     Returns:
-        The number of elements.
+        The number of elements: all but the own piece, and of each other rank at most the largest.
     """
-    whole = after if kind == "all_gather" else before
-    share = whole - whole // num_ranks
-    return 2 * share if kind == "all_reduce" else share
+    if kind == "all_reduce":
+        return 2 * (whole - whole // num_ranks)
+    return min(whole - pieces[0], (num_ranks - 1) * pieces[1])

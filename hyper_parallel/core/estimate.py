@@ -51,6 +51,8 @@ class StepEstimate:
         """The axes whose ranks take part, and how many there are; "local" where none do."""
         if not self.step.communicates:
             return "local"
+        if self.step.kind == "exchange":
+            return f"both meshes: {self.num_ranks} ranks"
         names = self.step.dst.mesh.axis_names
         return f"{'+'.join(names[axis] for axis in self.step.axes)}: {self.num_ranks} ranks"
 
@@ -128,10 +130,11 @@ class Estimate:
         """Say what to compare the figures with, and where they come from."""
         if self.received == 0:
             return "Every rank holds what it needs; nothing is sent."
+        crosses = any(one.step.kind == "exchange" for one in self.steps)
         ratio = f"; this plan: {self.received / self.needed:.2f} times that" if self.needed else ""
         return (
             f"least to receive: {bytes_text(self.needed)}, which some rank lacks{ratio}\n"
-            f"link model {self.model.describe(self.dst.mesh.axis_names)}\n"
+            f"link model {self.model.describe(self.dst.mesh.axis_names, crosses=crosses)}\n"
             "Bytes are those of the busiest rank, seconds those of the model: nothing was measured."
         )
 
@@ -142,8 +145,11 @@ def _estimate(step: Step, itemsize: int, model: LinkModel) -> StepEstimate:
     ranks = _ranks_to_ask(step.src.mesh, step.dst.mesh)
     num_ranks = len(group_ranks(step, ranks[0]))
     sent, received = (n * itemsize for n in _elements(step, num_ranks, ranks))
-    mesh_shape = step.dst.mesh.shape
-    seconds = model.seconds(mesh_shape, step.axes, size=max(sent, received))
+    size = max(sent, received)
+    if step.kind == "exchange":
+        seconds = model.seconds_between(num_ranks, size=size)
+    else:
+        seconds = model.seconds(step.dst.mesh.shape, step.axes, size=size)
     return StepEstimate(step, num_ranks, sent, received, seconds)
 
 
@@ -151,7 +157,7 @@ def _elements(step: Step, num_ranks: int, ranks: Sequence[int]) -> tuple[int, in
     """Give the elements that the busiest rank sends and receives; see [Note: counted bytes]."""
     if step.kind == "all_reduce":
         held = math.prod(step.src.largest_shape)
-        moved = elements_moved("all_reduce", num_ranks, held, held)
+        moved = elements_moved("all_reduce", num_ranks, held, (held, held))
         return moved, moved
     if step.kind in ("all_gather", "reduce_scatter"):
         sizes = [[math.prod(x.local_shape(rank)) for rank in ranks] for x in (step.src, step.dst)]

@@ -2,22 +2,34 @@
 """Who sends which part of its array to whom in a step, as positions in the local arrays.
 
 [Note: holders] In a direct exchange the ranks that cut alike hold replicas. What a rank needs it
-takes from itself if it can, else from the replica whose number, among those, is its own plus its
-place among the cuts: a rotation, so that the replicas share the work. Every rank derives its own
-rows of the table from the step alone, and what one sends is what the other expects.
+takes from itself if it can; else from a replica at its own place of the first axis, which connects
+nodes, where there are several; among these, the ranks that need one and the same part are numbered
+and dealt out in turn (exactly where one dim's cuts divide the other's, else nearly), so that the
+replicas share the work. Every rank derives its own rows of the table from the step alone, and what
+one sends is what the other expects. A rank outside the mesh before sends nothing, one outside the
+mesh after receives nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.core.collective import Step
-from hyper_parallel.core.interval import Intervals, count, intersect, positions
+from hyper_parallel.core.interval import Intervals, count, intersect, positions, whole
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import AbstractMesh
 
-__all__ = ["Region", "Transfers", "group_ranks", "parts_of", "region_shape", "transfers"]
+__all__ = [
+    "Region",
+    "Transfers",
+    "group_ranks",
+    "is_local",
+    "parts_of",
+    "region_shape",
+    "transfers",
+]
 
 # The runs of positions along each dim of a local array; their product is a part of the array.
 Region = tuple[Intervals, ...]
@@ -29,8 +41,14 @@ def region_shape(region: Region) -> tuple[int, ...]:
 
 
 def group_ranks(step: Step, rank: int) -> tuple[int, ...]:
-    """List the ranks that take part in a step with `rank`, in the order of the joint group."""
-    return step.dst.mesh.submesh_ranks(step.axes, rank=rank)
+    """List the ranks that take part in a step with `rank`, in the order of the joint group.
+
+    Between meshes of other ranks these are the ranks of both, ascending: no result depends on it.
+    """
+    before, after = step.src.mesh, step.dst.mesh
+    if set(before.ranks) != set(after.ranks):
+        return tuple(sorted({*before.ranks, *after.ranks}))
+    return after.submesh_ranks(step.axes, rank=rank)
 
 
 def parts_of(whole: Layout, rank: int, pieces: Layout, ranks: Sequence[int]) -> list[Region]:
@@ -42,9 +60,21 @@ def parts_of(whole: Layout, rank: int, pieces: Layout, ranks: Sequence[int]) -> 
     ]
 
 
+def is_local(before: Layout, after: Layout) -> bool:
+    """Tell whether every rank holds all that it needs after a step; nothing is pending."""
+    ranks = after.mesh.ranks
+    return set(ranks) <= set(before.mesh.ranks) and all(
+        tuple(map(intersect, before.intervals(rank), after.intervals(rank)))
+        == after.intervals(rank)
+        for rank in ranks
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Transfers:
     """One rank's rows of a direct exchange, by position in the group; the own part is in both.
+
+    A tensor without dims counts as one of shape (1,), so that there is a part that is empty.
 
     Args:
         send: the parts of the local array before that go to each rank.
@@ -73,58 +103,108 @@ def transfers(step: Step, rank: int) -> Transfers:
         ((((0, 2),), ((0, 1),)), (((0, 2),), ((1, 2),)))
     """
     ranks = group_ranks(step, rank)
-    places = _places(step, ranks)
-    mine = places[ranks.index(rank)]
-    before, after = step.src.intervals(rank), step.dst.intervals(rank)
-    nothing: Region = ((),) * len(step.src.shape)
+    takes = _holders(step, ranks)
+    before, after = _held(step.src, rank), _held(step.dst, rank)
+    nothing: Region = ((),) * max(len(step.src.shape), 1)
     send: list[Region] = []
     receive: list[Region] = []
-    for other, place in zip(ranks, places, strict=True):
+    for other in ranks:
         sent = received = nothing
-        if place.takes_from(mine):
-            both = map(intersect, before, step.dst.intervals(other))
-            sent = tuple(map(positions, both, before))
-        if mine.takes_from(place):
-            both = map(intersect, step.src.intervals(other), after)
-            received = tuple(map(positions, both, after))
+        if before is not None and takes(other, rank):
+            wanted = _held(step.dst, other)
+            assert wanted is not None
+            sent = tuple(map(positions, map(intersect, before, wanted), before))
+        if after is not None and takes(rank, other):
+            given = _held(step.src, other)
+            assert given is not None
+            received = tuple(map(positions, map(intersect, given, after), after))
         send.append(sent)
         receive.append(received)
     return Transfers(tuple(send), tuple(receive))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A rank's place among the cuts and among the replicas of a group."""
-
-    cut: int
-    replica: int
-    num_replicas: int
-
-    def takes_from(self, other: _Place) -> bool:
-        """Tell whether this rank takes from another what that one holds."""
-        if self.cut == other.cut:
-            return self.replica == other.replica
-        return other.replica == (self.replica + self.cut) % self.num_replicas
+def _held(layout: Layout, rank: int) -> Region | None:
+    """Give what a rank holds; one index of one dim for a tensor without dims; None outside."""
+    coordinate = layout.mesh.coordinate(rank)
+    if coordinate is None:
+        return None
+    return layout.intervals_at(coordinate) or (whole(1),)
 
 
-def _places(step: Step, ranks: Sequence[int]) -> list[_Place]:
+# Tells whether the first rank takes from the second what that one holds.
+_Takes = Callable[[int, int], bool]
+
+
+def _holders(step: Step, ranks: Sequence[int]) -> _Takes:
+    """Say who takes from whom; see [Note: holders]."""
     mesh = step.src.mesh
-    axes = step.axes if mesh == step.dst.mesh else range(mesh.ndim)
-    cutting = {cut.axis for chain in step.src.simple_chains for cut in chain}
-    cuts = [axis for axis in axes if axis in cutting]
-    replicas = [axis for axis in axes if axis not in cutting]
-    num_replicas = math.prod(mesh.shape[axis] for axis in replicas)
-    found: list[_Place] = []
-    for rank in ranks:
-        coordinate = mesh.coordinate(rank)
-        assert coordinate is not None
-        numbers = [_number(mesh.shape, coordinate, part) for part in (cuts, replicas)]
-        found.append(_Place(numbers[0], numbers[1], num_replicas))
+    axes = range(mesh.ndim) if step.kind == "exchange" else step.axes
+    cuts, free = _split(step.src, axes)
+    num_replicas = math.prod(mesh.shape[axis] for axis in free)
+    places = {
+        rank: (_number(mesh, coordinate, cuts), _number(mesh, coordinate, free))
+        for rank, coordinate in _coordinates(mesh, ranks)
+    }
+    turns = _turns(step, ranks, cuts)
+    per_node = num_replicas // mesh.shape[0] if free[:1] == [0] else num_replicas
+
+    def takes(taker: int, giver: int) -> bool:
+        if giver not in places or taker not in turns:
+            return False
+        cut, replica = places[giver]
+        if taker not in places:
+            return replica == turns[taker] % num_replicas
+        own_cut, own_replica = places[taker]
+        if own_cut == cut:
+            return own_replica == replica
+        # The first axis is the outermost digit.
+        return replica == own_replica // per_node * per_node + turns[taker] % per_node
+
+    return takes
+
+
+def _turns(step: Step, ranks: Sequence[int], cuts_before: Sequence[int]) -> dict[int, int]:
+    """Number the ranks of the mesh after a step so that those who need one part differ.
+
+    The number has a digit per dim, for the pieces of it that lie in one piece before, and one for
+    the replicas.
+    """
+    mesh = step.dst.mesh
+    axes = range(mesh.ndim) if step.kind == "exchange" else step.axes
+    _, free = _split(step.dst, axes)
+    digits: list[tuple[int, list[int]]] = []
+    for before, after in zip(step.src.simple_chains, step.dst.simple_chains, strict=True):
+        num_before = math.prod(cut.num_ranks for cut in before if cut.axis in cuts_before)
+        own = [cut.axis for cut in after if cut.axis in axes]
+        digits.append((max(math.prod(mesh.shape[axis] for axis in own) // num_before, 1), own))
+    digits.append((math.prod(mesh.shape[axis] for axis in free), free))
+    found: dict[int, int] = {}
+    for rank, coordinate in _coordinates(mesh, ranks):
+        turn = 0
+        for radix, own in digits:
+            turn = turn * radix + _number(mesh, coordinate, own) % radix
+        found[rank] = turn
     return found
 
 
-def _number(shape: Sequence[int], coordinate: Sequence[int], axes: Sequence[int]) -> int:
+def _split(layout: Layout, axes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Tell the axes that cut from those along which ranks hold replicas."""
+    cutting = {cut.axis for chain in layout.simple_chains for cut in chain}
+    return (
+        [axis for axis in axes if axis in cutting],
+        [axis for axis in axes if axis not in cutting],
+    )
+
+
+def _coordinates(mesh: AbstractMesh, ranks: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    for rank in ranks:
+        coordinate = mesh.coordinate(rank)
+        if coordinate is not None:
+            yield rank, coordinate
+
+
+def _number(mesh: AbstractMesh, coordinate: Sequence[int], axes: Sequence[int]) -> int:
     number = 0
     for axis in axes:
-        number = number * shape[axis] + coordinate[axis]
+        number = number * mesh.shape[axis] + coordinate[axis]
     return number

@@ -26,6 +26,7 @@ __all__ = [
     "held_by",
     "is_even",
     "largest",
+    "least",
     "moved_axes",
     "overlap",
     "places_of",
@@ -72,13 +73,22 @@ def _left(size: int, step: Cut) -> set[int]:
     return {sum(own) for own in zip(*chunks, strict=True)} or {0}
 
 
-@lru_cache(maxsize=16384)
 def largest(size: int, chain: Chain) -> int:
     """Give the largest number of indices that any rank holds."""
+    return max(_sizes(size, chain))
+
+
+def least(size: int, chain: Chain) -> int:
+    """Give the least number of indices that any rank holds."""
+    return min(_sizes(size, chain))
+
+
+@lru_cache(maxsize=16384)
+def _sizes(size: int, chain: Chain) -> frozenset[int]:
     sizes = frozenset((size,))
     for step in chain:
         sizes = sizes_left(sizes, step)
-    return max(sizes)
+    return sizes
 
 
 @lru_cache(maxsize=16384)
@@ -238,8 +248,8 @@ class Overlap(NamedTuple):
         need: the most that a rank holds after it.
         own: the least of it that a rank holds before it.
         lack: the most that a rank holds only after it.
-        hot: the most of what a rank holds before it that the ranks of the group hold after it.
-        kept: the least of that which such a rank holds after it itself.
+        hot: what the rank that gives the most away holds before it, and its group after it.
+        kept: what of that this rank holds after it itself.
     """
 
     need: int
@@ -263,15 +273,17 @@ def overlap(size: int, a: Chain, b: Chain, group: frozenset[int]) -> Overlap:
         first = next(i for i, step in enumerate(b) if step.axis in group)
         together = b[:first]
     own, lack = size, 0
-    hottest = (0, 0)
+    hottest = (-1, 0)
     for places in places_of((a, b), only_some=True):
         before = held_by(size, a, tuple([places[step.axis] for step in a]))
         after = held_by(size, b, tuple([places[step.axis] for step in b]))
         wanted = held_by(size, together, tuple([places[step.axis] for step in together]))
         both = count(intersect(before, after))
         own, lack = min(own, both), max(lack, count(after) - both)
-        hottest = max(hottest, (count(intersect(before, wanted)), -both))
-    return Overlap(largest(size, b), own, lack, hottest[0], -hottest[1])
+        hot = count(intersect(before, wanted))
+        hottest = max(hottest, (hot - both, hot))
+    sent, hot = hottest
+    return Overlap(largest(size, b), own, lack, hot, hot - sent)
 
 
 def places_of(chains: tuple[Chain, ...], *, only_some: bool = False) -> Iterator[dict[int, int]]:

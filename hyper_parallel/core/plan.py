@@ -2,10 +2,16 @@
 """plan(src, dst): the cheapest sequence of steps between two layouts of one tensor.
 
 A pure function of frozen values, so every rank finds the same plan, whatever it planned before.
+
+[Note: two meshes] Between meshes one exchange moves everything, straight from who has it to who
+needs it, over a group of exactly the ranks of both. What is pending is reduced before, on the mesh
+it is pending on. Where the destination holds copies, each of its ranks may take a piece over the
+slow links between meshes, and the mesh gathers them over its own. These ways compete by time.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,11 +19,12 @@ from dataclasses import dataclass, replace
 from hyper_parallel.core.collective import Step
 from hyper_parallel.core.cost import TWO_LEVEL, LinkModel
 from hyper_parallel.core.estimate import Estimate
+from hyper_parallel.core.exchange import is_local
 from hyper_parallel.core.layout import Layout, same_cut
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.search import cheapest_way
-from hyper_parallel.core.space import Problem, State
-from hyper_parallel.errors import LayoutError, PlanError, describe
+from hyper_parallel.core.states import Problem, State
+from hyper_parallel.errors import LayoutError, describe
 
 __all__ = ["Plan", "plan"]
 
@@ -83,7 +90,7 @@ def plan(src: Layout, dst: Layout, *, itemsize: int = 4, model: LinkModel | None
 
     Args:
         src: the layout the ranks hold.
-        dst: the layout they shall hold; of the same global shape, on the same ranks.
+        dst: the layout they shall hold; of the same global shape, on this or any other mesh.
         itemsize: bytes per element.
         model: what launches, hops and bytes cost; by default the first of several mesh axes is
             slow, as between nodes.
@@ -94,7 +101,6 @@ def plan(src: Layout, dst: Layout, *, itemsize: int = 4, model: LinkModel | None
 
     Raises:
         LayoutError: the global shapes differ.
-        PlanError: the meshes have other ranks.
 
     Example:
         >>> from hyper_parallel.core import AbstractMesh, Layout, Shard
@@ -129,50 +135,69 @@ def _plan(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Plan:
         return Plan(src, dst, ())
     if src.mesh == dst.mesh:
         return _plan_on_one_mesh(src, dst, itemsize, model)
-    if set(src.mesh.ranks) != set(dst.mesh.ranks):
-        raise PlanError(
-            describe(
-                "plan",
-                "the meshes of src and dst must have the same ranks",
-                "Moving a tensor to other ranks is not supported yet; gather it with full_tensor()"
-                " and distribute it again",
-                src=src.mesh,
-                dst=dst.mesh,
-            )
-        )
     return _plan_between_meshes(src, dst, itemsize, model)
 
 
 def _plan_between_meshes(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Plan:
-    """Reduce on the mesh of `src`, exchange directly, and fill on the mesh of `dst`."""
-    before, after = _reduced(src), dst.cotangent
-    first = _plan_on_one_mesh(src, before, itemsize, model)
-    last = _plan_on_one_mesh(after, dst, itemsize, model)
-    steps, seconds = first.steps, first.seconds
-    if not same_cut(before, after):
-        axes = tuple(range(dst.mesh.ndim))
-        size = math.prod(after.largest_shape) * itemsize
-        steps = (*steps, Step("exchange", axes, before, after))
-        seconds += model.seconds(dst.mesh.shape, axes, size=size)
-    return Plan(src, dst, (*steps, *last.steps), seconds + last.seconds)
+    """Reduce on the mesh of `src`, exchange directly, gather or fill on the mesh of `dst`."""
+    found: list[tuple[int, int, int, Plan]] = []
+    for before, after in itertools.product(_starts(src), _landings(dst)):
+        first = _plan_on_one_mesh(src, before, itemsize, model)
+        last = _plan_on_one_mesh(after, dst, itemsize, model)
+        middle, seconds = _crossing(before, after, itemsize, model)
+        steps = (*first.steps, *middle, *last.steps)
+        seconds += first.seconds + last.seconds
+        plan = Plan(src, dst, steps, seconds)
+        found.append((round(seconds * 1e12), len(steps), len(found), plan))
+    return min(found)[-1]
 
 
-def _reduced(layout: Layout) -> Layout:
-    """Cut the largest uncut dim along what is pending; replicate where there is none."""
-    if not layout.has_partial:
-        return layout
+def _crossing(
+    before: Layout, after: Layout, itemsize: int, model: LinkModel
+) -> tuple[tuple[Step, ...], float]:
+    """Give the step between two layouts with nothing pending, on different meshes, and its time."""
+    if same_cut(before, after):
+        return (), 0.0
+    axes = tuple(range(after.mesh.ndim))
+    if is_local(before, after):
+        return (Step("slice", axes, before, after),), 0.0
+    received = math.prod(after.largest_shape)
+    sent = -(-received * after.mesh.size() // before.mesh.size())
+    num_ranks = len({*before.mesh.ranks, *after.mesh.ranks})
+    seconds = model.seconds_between(num_ranks, size=max(received, sent) * itemsize)
+    return (Step("exchange", axes, before, after),), seconds
+
+
+def _starts(src: Layout) -> list[Layout]:
+    """List what may cross to another mesh: the value, or what is left of it cut where pending."""
+    pending = [axis for axis, p in enumerate(src.placements) if p.is_partial()]
+    return [*_cut(src, pending), src.cotangent] if pending else [src]
+
+
+def _landings(dst: Layout) -> list[Layout]:
+    """List what may arrive on another mesh: `dst`, or pieces where `dst` is whole or pending."""
+    pending = [axis for axis, p in enumerate(dst.placements) if p.is_partial()]
+    whole = [axis for axis, p in enumerate(dst.placements) if p.cut_dim is None]
+    inner = [axis for axis in whole if axis > 0]
+    found = [dst.cotangent]
+    for axes in (pending, whole, inner):
+        found += _cut(dst, axes)
+    return list(dict.fromkeys(found))
+
+
+def _cut(layout: Layout, axes: list[int]) -> list[Layout]:
+    """Cut the largest uncut dim, if there is one, along axes; replicate what else is pending."""
     uncut = [dim for dim, chain in enumerate(layout.chains) if not chain]
-    if not uncut:
-        return layout.cotangent
-    cut = Shard(max(uncut, key=layout.shape.__getitem__))
-    return replace(
-        layout, placements=tuple(cut if p.is_partial() else p for p in layout.placements)
-    )
+    if not uncut or not axes:
+        return []
+    piece = Shard(max(uncut, key=layout.shape.__getitem__))
+    whole = layout.cotangent
+    placements = [piece if axis in axes else p for axis, p in enumerate(whole.placements)]
+    return [replace(whole, placements=tuple(placements))]
 
 
 def _plan_on_one_mesh(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Plan:
-    ends = (_state(src), _state(dst))
-    way = cheapest_way(Problem(src.mesh.shape, src.shape, *ends, itemsize, model))
+    way = cheapest_way(problem_of(src, dst, itemsize, model))
     steps: list[Step] = []
     here = src
     for i, leg in enumerate(way.legs, start=1):
@@ -180,6 +205,11 @@ def _plan_on_one_mesh(src: Layout, dst: Layout, itemsize: int, model: LinkModel)
         steps.append(Step(leg.kind, leg.axes, here, there))
         here = there
     return Plan(src, dst, tuple(steps), way.cost / 1e12)
+
+
+def problem_of(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Problem:
+    """State what the search is asked for two layouts on one mesh."""
+    return Problem(src.mesh.shape, src.shape, _state(src), _state(dst), itemsize, model)
 
 
 def _state(layout: Layout) -> State:

@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hyper_parallel.core.collective import StepKind
-from hyper_parallel.core.space import Problem, Space, State
+from hyper_parallel.core.space import Space
+from hyper_parallel.core.states import Problem, State
 
 __all__ = ["Leg", "Way", "cheapest_way"]
 

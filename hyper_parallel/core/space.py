@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states a plan may pass through, and the single steps between them.
-
-[Note: states] A state is, per tensor dim, the chain of the axes that cut it, and, per mesh axis,
-the reduction that is pending on it. Those of a plan are made of the chains of `src` and `dst`, what
-is left of these when axes are taken out, and the plain nestings of any axes on dims that `src` or
-`dst` cuts. States know neither ranks nor names, so a renamed mesh has the same plans.
+"""The steps between the states that a plan may pass through, and what they cost.
 
 [Note: images] A rank's part of a pending reduction is fixed by how it began: R -> P and
 P(a) -> P(b) fill from the replicated value, only an axis that `src` cuts fills from its share, and
 an axis that stays pending is left alone.
+
+[Note: bound] Until the end some rank has to receive what it needs and does not hold, of a reduction
+at least one more value of each element, at the fastest link's rate. What the ranks at one place of
+an axis need and none of them holds has to come over that axis: so it takes part in a step, and each
+of these ranks receives at least its share of it at that axis's rate. Reductions are steps of their
+own. A share that is filled in place stays where it is.
 """
 
 from __future__ import annotations
@@ -20,33 +21,10 @@ from typing import NamedTuple
 
 from hyper_parallel.core.chains import Dim
 from hyper_parallel.core.collective import StepKind
-from hyper_parallel.core.cost import LinkModel, elements_moved
-from hyper_parallel.core.nesting import Chain, Cut
-from hyper_parallel.core.placement import Shard
+from hyper_parallel.core.cost import elements_moved
+from hyper_parallel.core.states import NO_AXES, Axes, Ids, Problem, Role, States
 
-__all__ = ["Move", "Problem", "Space", "State"]
-
-Axes = frozenset[int]
-Pending = tuple[str | None, ...]
-_NONE: Axes = frozenset()
-
-
-class State(NamedTuple):
-    """What a plan has reached; see [Note: states]."""
-
-    chains: tuple[Chain, ...]
-    pending: Pending
-
-
-class Problem(NamedTuple):
-    """Where a plan starts and ends, in canonical chains, and what its steps cost."""
-
-    mesh_shape: tuple[int, ...]
-    shape: tuple[int, ...]
-    src: State
-    dst: State
-    itemsize: int
-    model: LinkModel
+__all__ = ["Move", "Space"]
 
 
 class Move(NamedTuple):
@@ -59,57 +37,22 @@ class Move(NamedTuple):
     size: int = 0
 
 
-class _Role(NamedTuple):
-    """What the axes of a state do: which cut, and what is pending on which."""
-
-    cut: Axes
-    pending: Pending
-    waits: Axes
-
-
-_Ids = tuple[int, ...]
-
-
-class Space:
-    """The states of a problem, numbered, and the moves between them. State 0 is the start."""
+class Space(States):
+    """The states of a problem and the moves between them."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        ends = (problem.src, problem.dst)
-        self._axes = [axis for axis, n in enumerate(problem.mesh_shape) if n > 1]
-        self._cut_dims = _dims_to_cut(problem, len(self._axes))
-        free = self._free_axes()
-        self._dims = [self._dim(d, free) for d in self._cut_dims]
-        uncut = [n for d, n in enumerate(problem.shape) if d not in self._cut_dims]
-        self._rest = math.prod(uncut)
-        self._ids: list[_Ids] = []
-        self._roles: list[_Role] = []
-        self._number: dict[tuple[_Ids, Pending], int] = {}
-        self._members: dict[_Role, list[int]] = {}
+        super().__init__(problem)
         self._prices: dict[Axes, tuple[int, float]] = {}
-        for state in ends:
-            self._add(self._ids_of(state), state.pending)
-        self.end = self._number[self._ids_of(problem.dst), problem.dst.pending]
-        self._add_all()
+        self._swapped: dict[tuple[Ids, Ids], list[tuple[Axes, int, int]]] = {}
+        self._counts: dict[Axes, int] = {}
         self._end_role = self._roles[self.end]
         self._bounds: list[int | None] = [None] * len(self._ids)
         single = [self._terms(frozenset((axis,))) for axis in self._axes]
         self._least = min(fixed for fixed, _ in single)
         self._per_element = min(per_element for _, per_element in single)
 
-    def state(self, number: int) -> State:
-        """Give a state by its number."""
-        chains: list[Chain] = [()] * len(self.problem.shape)
-        for d, dim, i in zip(self._cut_dims, self._dims, self._ids[number], strict=True):
-            chains[d] = dim.chains[i]
-        return State(tuple(chains), self._roles[number].pending)
-
     def bound(self, number: int) -> int:
-        """Give picoseconds that any way from a state to the end takes at least.
-
-        What the first or the last rank needs and does not hold has to come over the fastest link;
-        of a reduction at least one more value of each element.
-        """
+        """Give picoseconds that any way from a state to the end takes at least; [Note: bound]."""
         found = self._bounds[number]
         if found is None:
             found = self._bounds[number] = self._bound(number)
@@ -117,30 +60,67 @@ class Space:
 
     def _bound(self, number: int) -> int:
         cut, _, waits = self._roles[number]
-        end = self._end_role
-        reduces = not waits <= end.waits
-        if not reduces and cut <= end.cut | end.waits:
+        reduced = waits - self._end_role.waits
+        received = self._received(number, bool(reduced))
+        slower, moved = 0.0, NO_AXES
+        for axis in cut | reduced:
+            crossing = self._crossing(number, axis, axis in reduced)
+            if crossing:
+                moved |= {axis}
+                extra = self._terms(frozenset((axis,)))[1] - self._per_element
+                slower = max(slower, extra * crossing)
+        if not moved and not received:
             return 0
-        most = 0
-        for last in (False, True):
-            need = own = self._rest
-            for dim, i, j in zip(self._dims, self._ids[number], self._ids[self.end], strict=True):
-                wanted, both = dim.at_corner(i, j, last)
-                need, own = need * wanted, own * both
-            most = max(most, need if reduces else need - own)
-        return self._least + round(most * self._per_element)
+        fixed = sum(self._terms(axes)[0] for axes in (reduced, moved - reduced) if axes)
+        data = int(received * self._per_element + slower) - 4  # for what steps round off
+        return (fixed or self._least) + max(data, 0)
+
+    def _received(self, number: int, is_reduction: bool) -> int:
+        """Give the most elements that the first or the last rank has to receive until the end."""
+        need, own, last_need, last_own = self._rest, self._rest, self._rest, self._rest
+        for dim, i, j in zip(self._dims, self._ids[number], self._ids[self.end], strict=True):
+            (wanted, both), (last_wanted, last_both) = dim.at_corners(i, j)
+            need, own = need * wanted, own * both
+            last_need, last_own = last_need * last_wanted, last_own * last_both
+        # Ranks that fill a pending reduction in place share what it is filled from; [Note: images].
+        filled = self._count(
+            (self._end_role.waits - self._roles[number].waits) & self._roles[0].cut
+        )
+        if filled > 1:
+            need, last_need = need // filled, last_need // filled
+            own = last_own = self._largest(number)
+        if is_reduction:
+            own = last_own = 0
+        return max(need - own, last_need - last_own, 0)
+
+    def _crossing(self, number: int, axis: int, is_reduced: bool) -> float:
+        """Give the elements that each rank at the first or last place of an axis must have over it.
+
+        Together they need what no rank at that place holds; of a reduction along it, all.
+        """
+        if not is_reduced and axis in self._end_role.waits:
+            return 0.0
+        need, own, last_need, last_own = self._rest, self._rest, self._rest, self._rest
+        for dim, i, j in zip(self._dims, self._ids[number], self._ids[self.end], strict=True):
+            (wanted, both), (last_wanted, last_both) = dim.at_places(i, j, axis)
+            need, own = need * wanted, own * both
+            last_need, last_own = last_need * last_wanted, last_own * last_both
+        if is_reduced:
+            own = last_own = 0
+        most = max(need - own, last_need - last_own)
+        return most / self._count(frozenset(self._axes) - {axis})
 
     def moves(self, here: int, room: float) -> Iterator[Move]:
         """Yield the steps from a state after which at most `room` picoseconds have passed.
 
         Several for one target where their costs differ.
         """
-        mine = self._roles[here]
+        mine, ids = self._roles[here], self._ids[here]
         for role, members in self._members.items():
             lost, gained = mine.waits - role.waits, role.waits - mine.waits
             new, old = role.cut - mine.cut, mine.cut - role.cut
             if lost:
-                if not gained and not old and new in (_NONE, lost):
+                if not gained and not old and new in (NO_AXES, lost):
                     yield from self._reductions(here, role, lost, new)
             elif gained:
                 if len(gained) == 1 and not new and old <= gained:
@@ -148,18 +128,20 @@ class Space:
             elif mine.pending != role.pending:
                 yield from self._scalings(here, role)
             else:
-                target = -1
+                target, only_new = -1, bool(new) and not old
                 if old and not new:
                     target = self._number.get((self._taken_out(here, old), role.pending), -1)
                     if target >= 0:
                         yield self._even(here, target, "all_gather", old)
+                sliced = {i for i in members if self._taken_out(i, new) == ids} if only_new else ()
                 for there in members:
-                    if new and not old and self._taken_out(there, new) == self._ids[here]:
+                    if there in sliced:
                         yield Move(there, "slice", new)
                     elif there not in (target, here) and self._least + self.bound(there) <= room:
-                        yield from self._swaps(here, there, room)
+                        for group, cost, size in self._swaps(here, there):
+                            yield Move(there, "all_to_all", group, cost, size)
 
-    def _reductions(self, here: int, role: _Role, lost: Axes, new: Axes) -> Iterator[Move]:
+    def _reductions(self, here: int, role: Role, lost: Axes, new: Axes) -> Iterator[Move]:
         pending = self._roles[here].pending
         ops = {pending[axis] for axis in lost}
         kept = all(role.pending[axis] == pending[axis] for axis in role.waits)
@@ -174,7 +156,7 @@ class Space:
             if self._taken_out(there, lost) == self._ids[here]:
                 yield self._even(here, there, "reduce_scatter", lost)
 
-    def _fills(self, here: int, role: _Role, gained: Axes, old: Axes) -> Iterator[Move]:
+    def _fills(self, here: int, role: Role, gained: Axes, old: Axes) -> Iterator[Move]:
         (axis,) = gained
         pending = self._roles[here].pending
         kept = all(role.pending[other] == pending[other] for other in role.waits - gained)
@@ -192,66 +174,84 @@ class Space:
         if target is not None:
             yield Move(target, "fill", gained)
 
-    def _scalings(self, here: int, role: _Role) -> Iterator[Move]:
+    def _scalings(self, here: int, role: Role) -> Iterator[Move]:
         pairs = zip(self._roles[here].pending, role.pending, strict=True)
         changed = {axis: pair for axis, pair in enumerate(pairs) if pair[0] != pair[1]}
         target = self._number.get((self._ids[here], role.pending))
         if target is not None and len(changed) == 1 and set(*changed.values()) == {"sum", "avg"}:
             yield Move(target, "scale", frozenset(changed))
 
-    def _swaps(self, here: int, there: int, room: float) -> Iterator[Move]:
-        """Yield direct exchanges: over the axes that must, or also over replicas to share work."""
-        must: Axes = _NONE
-        for dim, i, j in zip(self._dims, self._ids[here], self._ids[there], strict=True):
-            if i != j:
-                must |= dim.moved(i, j)
+    def _swaps(self, here: int, there: int) -> list[tuple[Axes, int, int]]:
+        """List direct exchanges: over the axes that must, or also over replicas to share work."""
+        key = self._ids[here], self._ids[there]
+        found = self._swapped.get(key)
+        if found is not None:
+            return found
+        found = self._swapped[key] = []
+        pairs = [pair for pair in zip(self._dims, *key, strict=True) if pair[1] != pair[2]]
+        must = NO_AXES.union(*[dim.moved(i, j) for dim, i, j in pairs])
         if not must:
-            return
-        spare = sorted(self._roles[there].cut - self._roles[here].cut)
+            return found
+        before, after = self._roles[here].cut, self._roles[there].cut
+        spare = sorted(after - before)
         for n in range(len(spare) + 1):
             for more in itertools.combinations(spare, n):
-                group = must.union(more)
-                if self._terms(group)[0] + self.bound(there) > room:
-                    continue
-                received, sent = self._swap_elements(here, there, group)
-                yield self._priced(there, "all_to_all", group, max(received, sent))
+                group = must.union(more) if more else must
+                ratio = self._count(group - after), self._count(group - before)
+                received, sent = self._swap_elements(key, pairs, group, ratio)
+                fixed, per_element = self._terms(group)
+                most = max(received, sent)
+                size = most * self.problem.itemsize
+                found.append((group, fixed + round(most * per_element), size))
                 if n == 0 and sent <= received:
-                    return
+                    return found
+        return found
 
-    def _swap_elements(self, here: int, there: int, group: Axes) -> tuple[int, int]:
-        """Estimate the most elements that a rank receives, and that a rank sends."""
-        need = own = hot = lack = kept = self._rest
-        num_changed = 0
-        for dim, i, j in zip(self._dims, self._ids[here], self._ids[there], strict=True):
+    def _swap_elements(
+        self,
+        ends: tuple[Ids, Ids],
+        pairs: list[tuple[Dim, int, int]],
+        group: Axes,
+        ratio: tuple[int, int],
+    ) -> tuple[int, int]:
+        """Estimate the most elements that a rank receives, and that a rank sends.
+
+        Args:
+            ends: the numbers of all dims' chains, before and after.
+            pairs: the dims that change, with theirs.
+            group: the axes that take part.
+            ratio: how many of the group's ranks need a part, and how many offer it.
+        """
+        need = self._rest
+        for dim, i, j in zip(self._dims, *ends, strict=True):
             if i == j:
-                most = dim.largest[i]
-                need, own, lack = need * most, own * most, lack * most
-                hot, kept = hot * most, kept * most
-            else:
-                found = dim.overlap(i, j, group)
-                need, own, lack = need * found.need, own * found.own, lack * found.lack
-                hot, kept = hot * found.hot, kept * found.kept
-                num_changed += 1
-        sizes = self.problem.mesh_shape
-        wanted, offered = 1, 1
-        for axis in group:
-            wanted *= 1 if axis in self._roles[there].cut else sizes[axis]
-            offered *= 1 if axis in self._roles[here].cut else sizes[axis]
-        sent = hot * wanted // offered - kept
-        return lack if num_changed == 1 else need - own, sent
+                need *= dim.largest[i]
+        own = hot = kept = lack = need
+        for dim, i, j in pairs:
+            found = dim.overlap(i, j, group)
+            need, own, lack = need * found.need, own * found.own, lack * found.lack
+            hot, kept = hot * found.hot, kept * found.kept
+        received = lack if len(pairs) == 1 else need - own
+        return received, hot * ratio[0] // ratio[1] - kept
 
-    def _taken_out(self, number: int, axes: Axes) -> _Ids:
+    def _count(self, axes: Axes) -> int:
+        """Count the ranks along axes."""
+        found = self._counts.get(axes)
+        if found is None:
+            found = math.prod(self.problem.mesh_shape[axis] for axis in axes)
+            self._counts[axes] = found
+        return found
+
+    def _taken_out(self, number: int, axes: Axes) -> Ids:
         return tuple(
             i if dim.axes[i].isdisjoint(axes) else dim.without(i, axes)
             for dim, i in zip(self._dims, self._ids[number], strict=True)
         )
 
     def _even(self, here: int, there: int, kind: StepKind, axes: Axes) -> Move:
-        num_ranks = math.prod(self.problem.mesh_shape[axis] for axis in axes)
-        before, after = self._largest(here), self._largest(there)
-        return self._priced(there, kind, axes, elements_moved(kind, num_ranks, before, after))
-
-    def _priced(self, there: int, kind: StepKind, axes: Axes, elements: int) -> Move:
+        more, less = (there, here) if kind == "all_gather" else (here, there)
+        pieces = self._least_held(less), self._largest(less)
+        elements = elements_moved(kind, self._count(axes), self._largest(more), pieces)
         fixed, per_element = self._terms(axes)
         cost = fixed + round(elements * per_element)
         return Move(there, kind, axes, cost, elements * self.problem.itemsize)
@@ -269,76 +269,6 @@ class Space:
         sizes = (dim.largest[i] for dim, i in zip(self._dims, self._ids[number], strict=True))
         return self._rest * math.prod(sizes)
 
-    def _free_axes(self) -> Axes:
-        """List the axes that may nest on the way as they like: not those that stay pending.
-
-        Of more than three axes only those that change, and none if these are still more.
-        """
-        src, dst = self.problem.src, self.problem.dst
-        pending = zip(src.pending, dst.pending, strict=True)
-        stay = {axis for axis, pair in enumerate(pending) if self._stays(*pair)}
-        free = frozenset(self._axes) - stay
-        if len(free) > 3:
-            ends = [{step for chain in state.chains for step in chain} for state in (src, dst)]
-            free &= {step.axis for step in ends[0] ^ ends[1]} | {
-                axis for axis in free if src.pending[axis] != dst.pending[axis]
-            }
-        return free if len(free) <= 3 else _NONE
-
-    def _stays(self, before: str | None, after: str | None) -> bool:
-        """Tell whether what is pending on an axis is at most scaled."""
-        return before is not None and (before == after or {before, after} == {"sum", "avg"})
-
-    def _options(self, axis: int) -> tuple[str | None, ...]:
-        """List what may be pending on an axis that cuts nothing."""
-        before, after = self.problem.src.pending[axis], self.problem.dst.pending[axis]
-        options = (before, after) if self._stays(before, after) else (None, before, after)
-        return tuple(dict.fromkeys(options))
-
-    def _dim(self, d: int, free: Axes) -> Dim:
-        problem = self.problem
-        cuts = [Cut(axis, problem.mesh_shape[axis], Shard(d)) for axis in sorted(free)]
-        return Dim(problem.shape[d], (problem.src.chains[d], problem.dst.chains[d]), cuts)
-
-    def _ids_of(self, state: State) -> _Ids:
-        return tuple(
-            dim.index[state.chains[d]] for d, dim in zip(self._cut_dims, self._dims, strict=True)
-        )
-
-    def _add(self, ids: _Ids, pending: Pending) -> None:
-        number = self._number.setdefault((ids, pending), len(self._ids))
-        if number == len(self._ids):
-            cut = _NONE.union(*(dim.axes[i] for dim, i in zip(self._dims, ids, strict=True)))
-            waits = frozenset(axis for axis, op in enumerate(pending) if op is not None)
-            role = _Role(cut, pending, waits)
-            self._ids.append(ids)
-            self._roles.append(role)
-            self._members.setdefault(role, []).append(number)
-
-    def _add_all(self) -> None:
-        """Add every combination of chains on different axes and of pending reductions."""
-        partly: list[tuple[_Ids, Axes]] = [((), _NONE)]
-        for dim in self._dims:
-            partly = [
-                ((*ids, i), cut | axes)
-                for ids, cut in partly
-                for i, axes in enumerate(dim.axes)
-                if cut.isdisjoint(axes)
-            ]
-        options = [self._options(axis) for axis in range(len(self.problem.mesh_shape))]
-        for ids, cut in partly:
-            every = [(None,) if axis in cut else found for axis, found in enumerate(options)]
-            for pending in itertools.product(*every):
-                ops = {op for op in pending if op is not None}
-                if len(ops) < 2 or ops == {"sum", "avg"}:
-                    self._add(ids, pending)
-
-
-def _dims_to_cut(problem: Problem, num_axes: int) -> list[int]:
-    """List the dims that src or dst cuts, and on two axes one more, to move pieces in."""
-    ends = (problem.src, problem.dst)
-    found = [d for d in range(len(problem.shape)) if any(state.chains[d] for state in ends)]
-    spare = [d for d in range(len(problem.shape)) if d not in found]
-    if spare and ((num_axes == 2 and len(found) < 2) or (num_axes > 2 and not found)):
-        found.append(max(spare, key=problem.shape.__getitem__))
-    return sorted(found)
+    def _least_held(self, number: int) -> int:
+        sizes = (dim.least[i] for dim, i in zip(self._dims, self._ids[number], strict=True))
+        return self._rest * math.prod(sizes)

@@ -49,6 +49,12 @@ def _is_cut(x: Any, dims: list[int]) -> bool:
     return any(p.cut_dim in dims for p in x._layout.placements if p.cut_dim is not None)
 
 
+def _dtype(func: Any, x: Any, given: dict[str, Any]) -> torch.dtype:
+    """Tell what dtype the op itself gives, autocast counted in."""
+    asked = given.get("dtype")
+    return asked or func(x._local.detach().new_empty(1), dim=0).dtype
+
+
 def _root(x: Any, power: float = 2) -> Any:
     """Take a root of what is not negative, with gradient 0 at 0 as torch's norms have."""
     is_zero = x == 0
@@ -130,7 +136,7 @@ def _norm(func: Any, given: dict[str, Any]) -> Any:
     if not _is_cut(x, dims) or is_matrix or (isinstance(order, str) and has_order):
         return NotImplemented
     order = float(order) if has_order else 2.0
-    dtype = given.get("dtype") or x.dtype
+    dtype = _dtype(func, x, given)
     x = x.to(torch.float32 if dtype in _HALF else dtype)
     if order in (0, inf, -inf):
         if x.requires_grad:
@@ -187,7 +193,7 @@ def _softmax(has_log: bool, func: Any, given: dict[str, Any]) -> Any:
     x, dim = given["input"], given.get("dim")
     if not isinstance(dim, int) or not _is_cut(x, _dims(x, dim)) or 0 in x.shape:
         return NotImplemented
-    dtype = given.get("dtype") or x.dtype
+    dtype = _dtype(func, x, given)
     x = x.to(torch.float32 if dtype in _HALF else dtype)
     rest, _ = _shifted(x, [dim])
     powers = rest.exp()

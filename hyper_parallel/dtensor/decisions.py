@@ -311,7 +311,8 @@ def _global_results(
     if name == "to":
         return [tuple(args[0].shape)]
     try:
-        results, _ = tree_flatten(on_meta(func, args, kwargs))
+        with torch.no_grad():
+            results, _ = tree_flatten(on_meta(func, args, kwargs))
     except NotImplementedError:
         return None
     except RuntimeError as error:
@@ -322,24 +323,27 @@ def _global_results(
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the op on meta tensors of the global shapes.
+    """Run the op on meta tensors of the global shapes; arguments that are such are taken as is.
 
     A call that torch refuses fails here, with torch's own text.
     """
     flat, tree = tree_flatten((args, kwargs))
     # On meta tensors torch takes only this dtype, on others more.
     only = torch.bfloat16 if getattr(func, "__name__", "") == "_grouped_mm" else None
-    metas = [
-        torch.empty(tuple(t.shape), dtype=only if t.ndim > 1 and only else t.dtype, device="meta")
-        if isinstance(t, torch.Tensor)
-        else t
-        for t in flat
-    ]
-    meta_args, meta_kwargs = tree_unflatten(metas, tree)
+    meta_args, meta_kwargs = tree_unflatten([_meta(value, only) for value in flat], tree)
     meta_kwargs.pop("device", None)
-    with torch.no_grad(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the op itself will warn
         return func(*meta_args, **meta_kwargs)
+
+
+def _meta(value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = dtype if dtype and value.ndim > 1 else value.dtype
+    if type(value) is torch.Tensor and value.is_meta:
+        return value.to(dtype)
+    return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
 
 
 # ---------------------------------------------------------------------- without a rule
@@ -349,10 +353,12 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
     """Decide for an op without a rule: every operand is gathered, the result is replicated.
 
     Raises:
-        RuleError: under `strict_rules`, or the op depends on data.
+        RuleError: under `strict_rules`, or the shape of its result depends on data of which this
+            rank has a part.
     """
     fix = f"register_op_rule({name!r}, '... -> ...')"
-    if name in _DATA_DEPENDENT or getattr(_strict, "on", False):
+    is_moved = any(not t._layout.is_replicated for t in tensors)
+    if (name in _DATA_DEPENDENT and is_moved) or getattr(_strict, "on", False):
         raise RuleError(
             describe(
                 f"DTensor op {name!r}",
@@ -361,7 +367,6 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
                 layouts=[t._layout for t in tensors],
             )
         )
-    is_moved = any(not t._layout.is_replicated for t in tensors)
     if is_moved and name not in _warned and name not in _READS:
         _warned.add(name)
         has_rule = name in names()

@@ -53,6 +53,9 @@ def layout_of_local(
         _check_everywhere(local, mesh, placements, shape)
     refuse_pending(local.dtype, placements, _WHERE)
     got = tuple(local.shape)
+    if shape is None and not is_inside and got == (0,):
+        must = "a rank that is not in the mesh must pass the global shape"
+        raise LayoutError(describe(_WHERE, must, "Pass shape=", shape=None, local_shape=got))
     whole = _even_shape(got, mesh, placements) if shape is None else shape
     layout = Layout.of(mesh, placements, whole)
     if is_inside:

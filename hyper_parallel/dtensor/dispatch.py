@@ -201,9 +201,18 @@ def _constant(cls: type[Any], tensor: Any, val: float) -> Any:
         return tensor.fill_(val)
 
 
+def _transpose_in_place(tensor: Any) -> Any:
+    """Serve `tensor.t_()`, which changes no element; torch.nn.init.orthogonal_ calls it."""
+    inplace.refuse_gradient("DTensor op 't_'", [tensor])
+    _data("__set__", type(tensor), None, (tensor, tensor.detach().t()), {})
+    tensor._is_scattered = True
+    return tensor
+
+
 # Calls that are another call, which has a rule.
 _SAID_OTHERWISE: dict[str, Callable[..., Any]] = {
     "dim": lambda x: x.ndim,  # Tensor.ndimension
+    "t_": _transpose_in_place,
     "view_as": lambda x, other: x.view(other.shape),
     "reshape_as": lambda x, other: x.reshape(other.shape),
     "expand_as": lambda x, other: x.expand(other.shape),

@@ -81,7 +81,7 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     operands = (*others, *named.values())
     if getattr(func, "__module__", "") != "torch.nn.init":  # which turns gradients off itself
         refuse_gradient(where, [target, *operands])
-    if base in FILLS:
+    if base in FILLS and kwargs.get("out") is None:
         fill(func, target, others, named)
         return target
     if name == "__setitem__":

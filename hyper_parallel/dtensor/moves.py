@@ -150,6 +150,10 @@ class FromLocal(torch.autograd.Function):
         """Wrap; no communication."""
         ctx.cls, ctx.layout, ctx.grad_layout = cls, layout, grad_layout
         ctx.takes_plain = True
+        ctx.outside = None
+        if _mesh(layout).get_coordinate() is None:  # what such a rank passes is no part of it
+            ctx.outside = local.detach()
+            return cls(local.new_empty(0), layout)
         if grad_layout is None and not _linear_partials(layout):
             ctx.save_for_backward(local)
         return cls(local.detach(), layout)
@@ -158,6 +162,8 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
         """Move the gradient to the local tensor's own layout; divide or mask for a Partial."""
         refuse_create_graph("DTensor.from_local")
+        if ctx.outside is not None:
+            return None, torch.zeros_like(ctx.outside), None, None
         local, layout = _arrived(ctx, grad, ctx.layout.cotangent)
         if ctx.grad_layout is not None:
             return None, move(local, layout, ctx.grad_layout), None, None

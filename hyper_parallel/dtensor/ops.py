@@ -21,6 +21,7 @@ from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.known import KnownCall, read_call, remember
 from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
+from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.random import agree, own_draw
 from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.errors import LayoutError, describe
@@ -75,6 +76,18 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("requires_grad"):  # of torch.zeros_like and the like
         rest = {key: value for key, value in kwargs.items() if key != "requires_grad"}
         return run(cls, func, args, rest).detach().requires_grad_()
+    return _run_first(cls, name, func, args, kwargs, raw)
+
+
+def _run_first(
+    cls: type[Any],
+    name: str,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    raw: tuple[Any, list[Any]] | None,
+) -> Any:
+    """Decide a call, run it, and remember what was decided."""
     flat, tree = tree_flatten((args, kwargs))
     if _lift_plain(cls, flat):
         args, kwargs = tree_unflatten(flat, tree)
@@ -96,11 +109,14 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         for t, layout in zip(tensors, spec.inputs, strict=True)
     ]
 
-    def call(locals_: Sequence[torch.Tensor]) -> Any:
+    def with_operands(given: Sequence[torch.Tensor]) -> Any:
         leaves = list(flat)
-        for slot, local in zip(slots, locals_, strict=True):
-            leaves[slot] = local
-        call_args, call_kwargs = tree_unflatten(leaves, tree)
+        for slot, operand in zip(slots, given, strict=True):
+            leaves[slot] = operand
+        return tree_unflatten(leaves, tree)
+
+    def call(locals_: Sequence[torch.Tensor]) -> Any:
+        call_args, call_kwargs = with_operands(locals_)
         if spec.local is not None:
             return spec.local.run(func, call_args, call_kwargs)
         return func(*call_args, **call_kwargs)
@@ -109,9 +125,9 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name in ("batch_norm", "instance_norm"):
         _refuse_moved_statistics(name, by_name(name, args, kwargs), tensors, moved)
     if tensors[0]._layout.mesh.get_coordinate() is None:
-        result = _outside(cls, name, _whole_result(func, args, kwargs), spec, moved)
-    elif spec.random:
-        result = _draw(cls, call, spec, moved, name)
+        return outside(cls, name, lambda x: on_meta(func, *with_operands(x)), spec, moved)
+    if spec.random:
+        result = _draw(cls, call, spec, moved, name, kwargs.get("generator"))
     elif has_rule:
         result = apply(cls, call, spec, moved)
         if raw is not None:
@@ -121,8 +137,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         with _Watch(name, tensors, moved):
             result = apply(cls, call, spec, moved)
     if is_view or not has_rule:
-        is_made = spec.local is not None and bool(spec.local.addressed)
-        _mark_copies(cls, is_view, is_made, tensors, moved, result)
+        _mark_copies(cls, is_view, spec, tensors, moved, result)
     if (is_view and name in _SCATTERING) or tensors[0]._is_scattered:
         result = _own_memory(cls, name, tensors[0], result)
     return result
@@ -152,8 +167,7 @@ def _run_known(  # noqa: PLR0913  # the call, as it was given
         result = spec.local.run(func, tuple(local_args), local_kwargs)
     result = wrap_results(cls, result, spec, parts if is_recorded else ())
     if known.is_view:
-        is_made = spec.local is not None and bool(spec.local.addressed)
-        _mark_copies(cls, True, is_made, given, moved, result)
+        _mark_copies(cls, True, spec, given, moved, result)
     if given[0]._is_scattered or (known.is_view and name in _SCATTERING):
         result = _own_memory(cls, name, given[0], result)
     return result
@@ -200,14 +214,17 @@ def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
     return bool(plain)
 
 
-def _draw(cls: type[Any], call: Any, spec: Spec, tensors: Sequence[Any], name: str) -> Any:
+def _draw(
+    cls: type[Any], call: Any, spec: Spec, tensors: Sequence[Any], name: str, generator: Any
+) -> Any:
     """Run a random op by its rule; see [Note: random numbers] in random.py."""
     device = tensors[0].device
-    agree(spec.inputs[0].mesh, device, name)  # type: ignore[arg-type]
     layout = (spec.outputs or spec.inputs)[0]
-    if layout.is_replicated:
+    if generator is None:
+        agree(layout.mesh, device, name)  # type: ignore[arg-type]
+    if layout.is_replicated or device.type == "meta":
         return apply(cls, call, spec, tensors)
-    with own_draw(layout, device):
+    with own_draw(layout, device, generator):
         return apply(cls, call, spec, tensors)
 
 
@@ -253,47 +270,6 @@ class _Watch(TorchDispatchMode):
             )
 
 
-def _outside(cls: type[Any], name: str, whole: Any, spec: Spec, tensors: Sequence[Any]) -> Any:
-    """Give results that hold nothing, on a rank that is not in the mesh.
-
-    Args:
-        cls: the DTensor class.
-        name: the op.
-        whole: what the op gives for meta tensors of the global shapes; None if it needs data.
-        spec: the decision.
-        tensors: the operands, in `spec.inputs`.
-
-    Raises:
-        LayoutError: the op asks for a value.
-    """
-    flat, tree = tree_flatten(whole)
-    if not all(isinstance(value, torch.Tensor) for value in flat):
-        raise LayoutError(
-            describe(
-                f"DTensor op {name!r}",
-                "only a rank of the mesh may ask for a value",
-                "Guard it with `mesh.get_coordinate() is not None`",
-                mesh=tensors[0]._layout.mesh,
-            )
-        )
-    layouts = spec.outputs or tuple(spec.inputs[0].with_shape(value.shape) for value in flat)
-
-    def nothing(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        base = next((x for x in locals_ if x.is_floating_point()), locals_[0])
-        return [base.reshape(0).to(value.dtype) for value in flat]
-
-    shaped = Spec(inputs=spec.inputs, outputs=layouts, gradients=spec.gradients)
-    return tree_unflatten(apply(cls, nothing, shaped, tensors), tree)
-
-
-def _whole_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give what the op gives for meta tensors of the global shapes; None if it needs data."""
-    try:
-        return on_meta(func, args, kwargs)
-    except RuntimeError:
-        return None
-
-
 def _has_no_positions(bound: BoundCall) -> bool:
     """Tell whether an index holds no positions or masks, with which indexing copies."""
     index = dict(bound.static).get("index") if len(bound.static) == 1 else None
@@ -305,7 +281,7 @@ def _has_no_positions(bound: BoundCall) -> bool:
 def _mark_copies(
     cls: type[Any],
     is_view: bool,
-    is_made: bool,
+    spec: Spec,
     given: Sequence[Any],
     moved: Sequence[Any],
     result: Any,
@@ -315,11 +291,13 @@ def _mark_copies(
     Args:
         cls: the DTensor class.
         is_view: whether the op gives views.
-        is_made: whether only some ranks have what it views, so that all results are marked.
+        spec: the decision.
         given: the operands.
         moved: the operands where the op needed them.
         result: what the op gave.
     """
+    # Where only some ranks have what it views, all results are marked.
+    is_made = spec.local is not None and bool(spec.local.addressed)
     copies = {
         _storage(now._local)
         for was, now in zip(given, moved, strict=True)

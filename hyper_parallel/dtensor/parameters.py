@@ -132,13 +132,16 @@ qr: input* some
 fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft: input* n dim norm
 fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2: input* s dim norm
 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn: input* s dim norm
+stft: input* n_fft hop_length win_length window* center pad_mode normalized onesided return_complex
+istft: input* n_fft hop_length win_length window* center normalized onesided length return_complex
 fft_fftshift fft_ifftshift: input* dim
 where: condition* input|self* other*
 lerp: input* end* weight*
 addcmul addcdiv: input* tensor1* tensor2*
 add sub mul maximum minimum eq ne lt le gt ge fmod remainder: input* other*
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor: input* other*
-atan2 floor_divide rdiv copysign float_power fmax fmin gcd lcm heaviside hypot: input* other|exponent|values*
+atan2 floor_divide rdiv copysign float_power fmax fmin gcd lcm heaviside hypot: input*
+    other|exponent|values*
 igamma igammac logaddexp logaddexp2 nextafter xlogy xlog1py zeta ldexp isclose: input* other*
 bitwise_left_shift bitwise_right_shift: input* other*
 complex polar: real|abs* imag|angle*

@@ -10,7 +10,8 @@ whole for a moment. Any other draw on shards (dropout, rand_like, ...) is made b
 with the default one's state and the shard's place: it differs from one process, and with the number
 of shards. The default generator then goes on as after one draw, on every rank alike. Since all
 follows from its state, what restores that state, as activation checkpointing does, gets the same
-numbers again.
+numbers again. A call's own `generator=` takes the default one's place in all of this, but for the
+comparison; it must be seeded alike, too. Meta tensors draw nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -35,7 +36,9 @@ FILLS = frozenset(
     "normal uniform bernoulli exponential geometric log_normal cauchy random"
     " kaiming_uniform".split()
 )
-_agreed: WeakSet[DeviceMesh] = WeakSet()
+# The ranks that were compared, and which of them this one is, in each world. Not by mesh: whether
+# an equal one was collected already differs between ranks, and then some would compare alone.
+_agreed: WeakKeyDictionary[Any, set[tuple[int, tuple[int, ...]]]] = WeakKeyDictionary()
 
 
 def manual_seed(seed: int, device_mesh: Any = None) -> None:
@@ -65,7 +68,7 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
     mesh = read_mesh(device_mesh, "manual_seed")
     if mesh.get_coordinate() is None:
         return
-    least, most = _extremes(mesh, seed)
+    least, most = _extremes(mesh, int(seed) % 2**63)
     if least != most:
         raise LayoutError(
             describe(
@@ -88,9 +91,11 @@ def agree(mesh: DeviceMesh, device: torch.device, name: str) -> None:
     Raises:
         LayoutError: on every rank, if two ranks' states differ.
     """
-    if mesh in _agreed or mesh.get_coordinate() is None:
+    known = _agreed.setdefault(mesh.backend, set())
+    group = (mesh.get_rank(), mesh.ranks)
+    if group in known or device.type == "meta" or mesh.get_coordinate() is None:
         return
-    least, most = _extremes(mesh, _digest(_state(device), 0) >> 2)
+    least, most = _extremes(mesh, _digest(_default(device).get_state(), 0) >> 2)
     if least != most:
         raise LayoutError(
             describe(
@@ -101,7 +106,7 @@ def agree(mesh: DeviceMesh, device: torch.device, name: str) -> None:
                 mesh=mesh,
             )
         )
-    _agreed.add(mesh)
+    known.add(group)
 
 
 def _extremes(mesh: DeviceMesh, value: int) -> tuple[int, int]:
@@ -115,12 +120,13 @@ def _extremes(mesh: DeviceMesh, value: int) -> tuple[int, int]:
 
 
 @contextmanager
-def own_draw(layout: Layout, device: torch.device) -> Generator[None]:
-    """Within it the default generator draws this shard's own numbers; see [Note: random numbers].
+def own_draw(layout: Layout, device: torch.device, generator: Any = None) -> Generator[None]:
+    """Within it a generator draws this shard's own numbers; see [Note: random numbers].
 
     Args:
         layout: where the drawn values lie; replicas draw alike.
-        device: whose generator.
+        device: where they are drawn.
+        generator: what draws; None is the device's default one.
     """
     mesh = layout.mesh
     coordinate = mesh.coordinate(mesh.get_rank())  # type: ignore[attr-defined]
@@ -128,14 +134,15 @@ def own_draw(layout: Layout, device: torch.device) -> Generator[None]:
     for axis, placement in enumerate(layout.placements):
         if placement.cut_dim is not None and coordinate is not None:
             place = place * mesh.shape[axis] + coordinate[axis]
-    before = _state(device)
-    torch.empty(1, device=device).uniform_()
-    after = _state(device)
+    source = _default(device) if generator is None else generator
+    before = source.get_state()
+    torch.empty(1, device=device).uniform_(generator=generator)
+    after = source.get_state()
     try:
-        _generators(device).manual_seed(_digest(before, place + 1))
+        source.manual_seed(_digest(before, place + 1))
         yield
     finally:
-        _set_state(device, after)
+        source.set_state(after)
 
 
 def fill(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,7 +153,10 @@ def fill(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     layout: Layout = target._layout
     local = target._local
-    agree(layout.mesh, local.device, func.__name__)  # type: ignore[arg-type]
+    if layout.mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+        return
+    if kwargs.get("generator") is None:
+        agree(layout.mesh, local.device, func.__name__)  # type: ignore[arg-type]
     cls = type(target)
 
     def whole_of(value: Any) -> Any:
@@ -163,26 +173,28 @@ def fill(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         local.copy_(move(whole, layout.replicated, layout))
 
 
-def _generators(device: torch.device) -> Any:
-    """Give what seeds the device's default generator: the generator, or the device's module."""
+def _default(device: torch.device) -> Any:
+    """Give what stands for the device's default generator."""
     if device.type == torch.default_generator.device.type:
         return torch.default_generator
-    return torch.get_device_module(device)
+    return _DefaultGenerator(device)
 
 
-def _state(device: torch.device) -> torch.Tensor:
-    generators = _generators(device)
-    if generators is torch.default_generator:
-        return generators.get_state()
-    return generators.get_rng_state(device)
+class _DefaultGenerator:
+    """A device's default generator, through the functions of the device's module."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
 
-def _set_state(device: torch.device, state: torch.Tensor) -> None:
-    generators = _generators(device)
-    if generators is torch.default_generator:
-        generators.set_state(state)
-    else:
-        generators.set_rng_state(state, device)
+    def get_state(self) -> torch.Tensor:
+        return self.module.get_rng_state(self.device)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.module.set_rng_state(state, self.device)
+
+    def manual_seed(self, seed: int) -> None:
+        with self.module.device(self.device):  # it seeds the current device
+            self.module.manual_seed(seed)
 
 
 def _digest(state: torch.Tensor, place: int) -> int:

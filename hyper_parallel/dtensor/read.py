@@ -11,7 +11,7 @@ import torch
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.placement import REDUCE_OPS
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError, PlanError, describe
 from hyper_parallel.runtime import DeviceMesh, backend_for, current_mesh
 from hyper_parallel.runtime.refusals import integer_average
 
@@ -25,6 +25,7 @@ __all__ = [
     "refuse_casts",
     "refuse_other_tensors",
     "refuse_pending",
+    "refuse_slices",
 ]
 
 
@@ -209,6 +210,27 @@ def refuse_pending(dtype: torch.dtype, placements: Sequence[Placement], where: s
                 "Partial('max') and Partial('min') need numbers that have an order",
                 "Reduce abs() or view_as_real() of the tensor",
                 dtype=dtype,
+            )
+        )
+
+
+def refuse_slices(src: DeviceMesh, dst: DeviceMesh, where: str) -> None:
+    """Refuse to move to or from a slice whose ranks are not those of the other mesh.
+
+    Each row of the sliced mesh would take another mesh for it, and wait for other ranks.
+
+    Raises:
+        PlanError: the ranks differ, and one of the two is a slice of a larger mesh.
+    """
+    if (src.is_slice or dst.is_slice) and set(src.ranks) != set(dst.ranks):
+        raise PlanError(
+            describe(
+                where,
+                "a mesh of other ranks must be the same mesh on every rank, not a slice",
+                "Make it with DeviceMesh(device_type, ranks); or stay on the whole mesh, with"
+                " Replicate on the other axes, and go through to_local and from_local",
+                src=src,
+                dst=dst,
             )
         )
 

@@ -32,6 +32,7 @@ from hyper_parallel.dtensor import dispatch, entries
 from hyper_parallel.dtensor.declare import layout_of_gradient, layout_of_local
 from hyper_parallel.dtensor.local_op import expect_wrapped, graph_part, needs_grad, redistributed
 from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, ToLocal, move
+from hyper_parallel.dtensor.outside import refuse_value
 from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.read import (
     read_explicit_mesh,
@@ -39,6 +40,7 @@ from hyper_parallel.dtensor.read import (
     read_placements,
     refuse_casts,
     refuse_pending,
+    refuse_slices,
 )
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -124,7 +126,8 @@ class DTensor(torch.Tensor):
         """Declare a plain local tensor to be this rank's part of a global tensor.
 
         Args:
-            local_tensor: this rank's part; any shape and dtype. Storage is shared.
+            local_tensor: this rank's part; any shape and dtype. Storage is shared. A rank that
+                is not in the mesh holds nothing, whatever it passes.
             device_mesh: the mesh; default the one of the enclosing `with mesh:` block.
             placements: one per mesh axis; default Replicate on each.
             run_check: compare what the ranks declare (placements, dtype, shapes) and, along
@@ -215,7 +218,12 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Move to other placements of the same global tensor.
+        """Move to other placements of the same global tensor, on this or another mesh.
+
+        To another mesh, every rank of both calls this. A rank that only joins needs a handle of
+        the tensor: `from_local(torch.empty(0), mesh, placements, shape=...)`, of its dtype and
+        requires_grad. A rank that only leaves gets a DTensor that holds nothing; backward it must
+        be entered like all others, by the same ops or by `x.backward(torch.zeros_like(x))`.
 
         Args:
             device_mesh: the mesh, always given.
@@ -232,13 +240,14 @@ class DTensor(torch.Tensor):
             The DTensor in the new layout; `self` if it is there already, in `forward_dtype`.
 
         Communicates:
-            Forward: the steps of `plan(layout, new layout)`. Backward: the steps between the
-            cotangent layouts, back.
+            Forward: the steps of `plan(layout, new layout)`; to another mesh one exchange among
+            the ranks of both, and steps on either. Backward: the steps between the cotangent
+            layouts, back.
 
         Raises:
             LayoutError: no mesh, placements that do not fit, a reduction that the dtype has not
                 (an average of integers), or a dtype that is none.
-            PlanError: another mesh than the tensor's.
+            PlanError: a mesh of other ranks, where one of the two is a slice.
 
         Example:
             >>> import torch
@@ -265,6 +274,8 @@ class DTensor(torch.Tensor):
             refuse_casts((forward_dtype, backward_dtype), (layout, dst), where)
         if dst == layout and (how is PLAIN or {how[0], how[1]} <= {None, self.dtype}):
             return self
+        if device_mesh is not layout.mesh:
+            refuse_slices(self.device_mesh, device_mesh, where)
         if dst.has_partial:
             refuse_pending(forward_dtype or self.dtype, dst.placements, where)
         return redistributed(self, dst, how)
@@ -281,7 +292,12 @@ class DTensor(torch.Tensor):
 
         Communicates:
             Forward: the plan to Replicate on every axis. Backward: the way back.
+
+        Raises:
+            LayoutError: this rank is not in the mesh.
         """
+        if self.device_mesh.get_coordinate() is None:
+            refuse_value(self.device_mesh, "DTensor.full_tensor")
         whole = [dispatch.REPLICATE] * self.device_mesh.ndim
         replicated = self.redistribute(self.device_mesh, whole)
         return replicated.to_local(grad_placements=grad_placements)

@@ -16,29 +16,25 @@ from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.dispatch import served_by
 from hyper_parallel.dtensor.local_op import redistributed
 from hyper_parallel.dtensor.moves import FromLocal
+from hyper_parallel.dtensor.read import refuse_other_tensors
 from hyper_parallel.errors import LayoutError, describe
-from hyper_parallel.parallel.vocab import (
+from hyper_parallel.parallel.targets import (
     ClassIndices,
     ClassProbabilities,
     Goal,
     VocabShard,
     accumulate_in,
-    log_softmax,
-    loss_rows,
-    picked_rows,
-    sum_over,
 )
-from hyper_parallel.runtime import DeviceMesh
+from hyper_parallel.parallel.vocab import log_softmax, loss_rows, picked_rows, sum_over
 
 __all__ = [
+    "Options",
     "Reading",
-    "bring",
-    "check_arguments",
+    "entropy",
     "finish",
+    "is_probability",
     "loss_parallel",
-    "read_logits",
-    "reduced_loss",
-    "whole_weight",
+    "read_classes",
 ]
 
 Tensor = torch.Tensor
@@ -46,13 +42,14 @@ Tensor = torch.Tensor
 
 @contextmanager
 def loss_parallel() -> Generator[None]:
-    """Within it, losses of DTensor logits that are cut along the classes do not gather them.
+    """Within it, losses of DTensor logits do not gather them.
 
-    Serves F.cross_entropy, F.nll_loss, log_softmax and softmax along the cut dim (and so
+    Serves F.cross_entropy and F.nll_loss, and log_softmax and softmax along a cut dim (and so
     nn.CrossEntropyLoss and the like) with all their arguments: class indices or probabilities,
     weight, ignore_index, label_smoothing, every reduction. Averages are those of the whole batch,
-    however the batch is cut. Other calls, and logits cut otherwise, are served as always. Backward
-    may run inside or after. It nests, and ends with the block even on an exception.
+    however the batch is cut. Other calls are served as always. Backward may run inside or after; a
+    function that torch.utils.checkpoint calls again must enter the context itself. It nests, and
+    ends with the block even on an exception.
 
     Targets are DTensors, or plain tensors where no axis cuts the batch; the weight is a DTensor, or
     plain and the same on all ranks.
@@ -67,8 +64,8 @@ def loss_parallel() -> Generator[None]:
         Backward: nothing for the losses, an all-reduce of a sum a row for (log_)softmax.
 
     Raises:
-        LayoutError: within it: a plain target where an axis cuts the batch, or arguments that
-            do not fit.
+        LayoutError: within it: a plain target where an axis cuts the batch, a weight that needs
+            a gradient, or arguments that do not fit.
         IndexError: within it: a target that is no class.
 
     Source:
@@ -100,36 +97,36 @@ class Reading:
         local: [N, v], this rank's part, the classes last.
         place: which classes these are.
         rows: where the rows' results lie.
-        dim: the class dim of the whole logits.
+        where: what was called, for errors.
     """
 
     local: Tensor
     place: VocabShard
     rows: Layout
-    dim: int
+    where: str = "loss_parallel"
 
     @property
     def batch_axes(self) -> tuple[int, ...]:
         """The axes that cut the rows."""
-        mesh = self.rows.mesh
-        return tuple(
-            axis
-            for axis, p in enumerate(self.rows.placements)
-            if p.cut_dim is not None and mesh.shape[axis] > 1
-        )
+        return _cutting(self.rows, None)
 
 
-def read_logits(logits: Any, dim: int) -> Reading | None:
-    """Read DTensor logits whose class dim is `dim`; None where no axis cuts it in plain ranges."""
-    layout: Layout = logits._layout
-    mesh = layout.mesh
-    cut = tuple(
+def _cutting(layout: Layout, dim: int | None) -> tuple[int, ...]:
+    """List the axes of more than one rank that cut a dim; None: any dim."""
+    pairs = enumerate(zip(layout.placements, layout.mesh.shape, strict=True))
+    return tuple(
         axis
-        for axis, p in enumerate(layout.placements)
-        if p.cut_dim == dim and mesh.shape[axis] > 1
+        for axis, (p, size) in pairs
+        if size > 1 and p.cut_dim is not None and dim in (None, p.cut_dim)
     )
+
+
+def _read_logits(logits: Any, dim: int) -> Reading | None:
+    """Read DTensor logits whose class dim is `dim`; None where it is not cut in plain ranges."""
+    layout, mesh = logits.layout, logits.device_mesh
+    cut = _cutting(layout, dim)
     plain = all(isinstance(layout.placements[axis], Shard) for axis in cut)
-    if not cut or not plain or not isinstance(mesh, DeviceMesh) or not mesh.get_coordinate():
+    if not plain or mesh.get_coordinate() is None:
         return None
     settled = replace(
         layout,
@@ -140,7 +137,7 @@ def read_logits(logits: Any, dim: int) -> Reading | None:
     held = settled.intervals(mesh.get_rank())[dim]
     start, stop = held[0] if held else (0, 0)
     place = VocabShard(mesh, cut, start, stop - start, settled.shape[dim])
-    return Reading(logits.to_local().movedim(dim, -1), place, _rows_of(settled, dim), dim)
+    return Reading(logits.to_local().movedim(dim, -1), place, _rows_of(settled, dim))
 
 
 def _rows_of(layout: Layout, dim: int) -> Layout:
@@ -156,52 +153,107 @@ def _rows_of(layout: Layout, dim: int) -> Layout:
     return replace(layout, placements=tuple(map(placed, layout.placements)), shape=shape)
 
 
-def bring(tensor: Any, layout: Layout, name: str) -> Tensor:
-    """Give this rank's part of an operand in the layout that the loss needs."""
-    if tuple(tensor.shape) != layout.shape:
+def _bring(target: Any, layout: Layout, where: str) -> Tensor:
+    """Give this rank's part of a target in the layout that the loss needs."""
+    if tuple(target.shape) != layout.shape:
         raise LayoutError(
             describe(
-                "loss_parallel",
-                f"{name} must have the global shape {layout.shape}",
+                where,
+                f"target must have the global shape {layout.shape}",
                 "Pass class indices, one a row, or probabilities shaped as the logits",
-                **{name: tuple(tensor.shape)},
+                target=tuple(target.shape),
             )
         )
-    if not isinstance(tensor, DTensor):
-        if any(p.cut_dim is not None for p in layout.placements) and name == "target indices":
+    if not isinstance(target, DTensor):
+        if _cutting(layout, None) and not target.is_floating_point():
             raise LayoutError(
                 describe(
-                    "loss_parallel",
+                    where,
                     "a target must be a DTensor where an axis cuts the batch",
                     "Say where it lies with DTensor.from_local or distribute_tensor",
                     placements=layout.placements,
                 )
             )
-        tensor = FromLocal.apply(DTensor, tensor, layout.replicated, None)
-    if tensor._layout != layout:  # type: ignore[union-attr]
-        tensor = redistributed(tensor, layout)
-    return tensor.to_local()  # type: ignore[union-attr]
+        target = FromLocal.apply(DTensor, target, layout.replicated, None)
+    if target._layout != layout:  # type: ignore[union-attr]
+        target = redistributed(target, layout)
+    return target.to_local()  # type: ignore[union-attr]
 
 
-def whole_weight(weight: Any) -> Tensor | None:
-    """Give the class weights as a plain whole tensor."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a loss is told besides logits and target, as F.cross_entropy has it."""
+
+    weight: Any
+    ignore_index: int
+    reduction: str
+    label_smoothing: float = 0.0
+
+    def checked_weight(self, reading: Reading) -> Tensor | None:
+        """Refuse what F.cross_entropy would refuse; give the class weights, whole."""
+        weight, vocab = self.weight, reading.place.vocab
+        fix = "Pass what F.cross_entropy takes"
+        if weight is not None:
+            refuse_other_tensors(weight, reading.where)
+        if not reading.local.is_floating_point():
+            wrong: dict[str, Any] = {"dtype": reading.local.dtype}
+            must = "logits must be floating"
+        elif self.reduction not in ("none", "mean", "sum"):
+            wrong = {"reduction": self.reduction}
+            must = "reduction must be 'none', 'mean' or 'sum'"
+        elif not 0 <= self.label_smoothing <= 1:
+            wrong = {"label_smoothing": self.label_smoothing}
+            must = "label_smoothing must be between 0 and 1"
+        elif weight is not None and tuple(weight.shape) != (vocab,):
+            wrong = {"weight": tuple(weight.shape)}
+            must = f"weight must have {vocab} entries"
+        elif weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            wrong = {"requires_grad": True}
+            must, fix = "weight must not need a gradient", "Pass weight.detach()"
+        else:
+            return weight.full_tensor() if isinstance(weight, DTensor) else weight
+        raise LayoutError(describe(reading.where, must, fix, **wrong))
 
 
-def check_arguments(reduction: str, smoothing: float, weight: Tensor | None, vocab: int) -> None:
-    """Refuse what F.cross_entropy would refuse, too."""
-    if reduction not in ("none", "mean", "sum"):
-        wrong: dict[str, Any] = {"reduction": reduction}
-        must = "reduction must be 'none', 'mean' or 'sum'"
-    elif not 0 <= smoothing <= 1:
-        wrong = {"label_smoothing": smoothing}
-        must = "label_smoothing must be between 0 and 1"
-    elif weight is not None and tuple(weight.shape) != (vocab,):
-        wrong = {"weight": tuple(weight.shape)}
-        must = f"weight must have {vocab} entries"
+def read_classes(reading: Reading, target: Any, options: Options) -> ClassIndices:
+    """Read a target of class indices, a DTensor or plain."""
+    refuse_other_tensors(target, reading.where)
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise LayoutError(
+            describe(
+                reading.where,
+                "target must be integer classes",
+                "Cast it with long(); cross_entropy takes probabilities, too",
+                dtype=target.dtype,
+            )
+        )
+    weight = options.checked_weight(reading)
+    return ClassIndices.of(
+        _bring(target, reading.rows, reading.where),
+        reading.place,
+        accumulate_in(reading.local.dtype),
+        weight=weight,
+        ignore_index=options.ignore_index,
+        smoothing=options.label_smoothing,
+    )
+
+
+def entropy(reading: Reading, target: Any, options: Options) -> Any:
+    """Give the cross entropy, a DTensor; a target of probabilities is this rank's part, [N, v]."""
+    goal: Goal
+    if is_probability(target):
+        dtype, place = accumulate_in(reading.local.dtype), reading.place
+        weight = options.checked_weight(reading)
+        own = None if weight is None else place.own(weight.to(dtype))
+        goal = ClassProbabilities(place, target.to(dtype), own, options.label_smoothing)
     else:
-        return
-    raise LayoutError(describe("loss_parallel", must, "Pass what F.cross_entropy takes", **wrong))
+        goal = read_classes(reading, target, options)
+    return finish(loss_rows(reading.local, goal), goal, reading, options.reduction)
+
+
+def is_probability(target: Any) -> bool:
+    """Tell targets that are probabilities from those that are classes."""
+    return isinstance(target, Tensor) and target.is_floating_point()
 
 
 def _cross_entropy(  # noqa: PLR0913  # torch's signature
@@ -215,50 +267,23 @@ def _cross_entropy(  # noqa: PLR0913  # torch's signature
     label_smoothing: float = 0.0,
 ) -> Any:
     """Serve F.cross_entropy."""
-    reading = read_logits(input, min(input.ndim - 1, 1)) if isinstance(input, DTensor) else None
-    if reading is None or size_average is not None or reduce is not None:
+    reading = _served_logits(input, size_average, reduce)
+    if reading is None:
         return NotImplemented
-    if target.is_floating_point():
-        target = bring(target, input._layout.cotangent, "target").movedim(reading.dim, -1)
-    else:
-        target = bring(target, reading.rows, "target indices")
-    return reduced_loss(
-        reading,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    if is_probability(target):
+        refuse_other_tensors(target, reading.where)
+        part = _bring(target, input.layout.cotangent, reading.where)
+        target = part.movedim(min(input.ndim - 1, 1), -1)
+    return entropy(reading, target, Options(weight, ignore_index, reduction, label_smoothing))
 
 
-def reduced_loss(  # those of F.cross_entropy
-    reading: Reading,
-    target: Tensor,
-    weight: Any,
-    *,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Any:
-    """Give the cross entropy, a DTensor, of this rank's part of logits and targets."""
-    weight, place = whole_weight(weight), reading.place
-    check_arguments(reduction, label_smoothing, weight, place.vocab)
-    dtype = accumulate_in(reading.local.dtype)
-    goal: Goal
-    if target.is_floating_point():
-        own = None if weight is None else place.own(weight.to(dtype))
-        goal = ClassProbabilities(target.to(dtype), own, label_smoothing, place.vocab)
-    else:
-        goal = ClassIndices.of(
-            target,
-            place,
-            dtype,
-            weight=weight,
-            ignore_index=ignore_index,
-            smoothing=label_smoothing,
-        )
-    return finish(loss_rows(reading.local, goal, place), goal, reading, reduction)
+def _served_logits(input: Any, size_average: Any, reduce: Any) -> Reading | None:
+    """Read the logits of a call that is served here."""
+    if not isinstance(input, DTensor) or not input.ndim:
+        return None
+    if size_average is not None or reduce is not None:
+        return None
+    return _read_logits(input, min(input.ndim - 1, 1))
 
 
 def _nll_loss(  # noqa: PLR0913  # torch's signature
@@ -271,20 +296,11 @@ def _nll_loss(  # noqa: PLR0913  # torch's signature
     reduction: str = "mean",
 ) -> Any:
     """Serve F.nll_loss."""
-    reading = read_logits(input, min(input.ndim - 1, 1)) if isinstance(input, DTensor) else None
-    if reading is None or size_average is not None or reduce is not None:
+    reading = _served_logits(input, size_average, reduce)
+    if reading is None:
         return NotImplemented
-    weight, place = whole_weight(weight), reading.place
-    check_arguments(reduction, 0.0, weight, place.vocab)
-    goal = ClassIndices.of(
-        bring(target, reading.rows, "target indices"),
-        place,
-        accumulate_in(reading.local.dtype),
-        weight=weight,
-        ignore_index=ignore_index,
-        smoothing=0.0,
-    )
-    return finish(picked_rows(reading.local, goal, place), goal, reading, reduction)
+    goal = read_classes(reading, target, Options(weight, ignore_index, reduction))
+    return finish(picked_rows(reading.local, goal), goal, reading, reduction)
 
 
 def finish(rows: Tensor, goal: Goal, reading: Reading, reduction: str) -> Any:
@@ -318,20 +334,24 @@ def _log_softmax(
 ) -> Any:
     """Serve log_softmax as F, torch and Tensor have it; `args` may be a stack level or a dtype."""
     dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
-    if not isinstance(input, DTensor) or not isinstance(dim, int) or not input.ndim:
+    if not isinstance(input, DTensor) or not isinstance(dim, int):
+        return NotImplemented
+    if not -input.ndim <= dim < input.ndim:
         return NotImplemented
     dim %= input.ndim
-    reading = read_logits(input if dtype is None else input.to(dtype), dim)
-    if reading is None:
+    given = input if dtype is None else input.to(dtype)
+    reading = _read_logits(given, dim) if _cutting(input.layout, dim) else None
+    if reading is None or not reading.local.is_floating_point():
         return NotImplemented
     result = log_softmax(reading.local, reading.place).movedim(-1, dim)
     return FromLocal.apply(DTensor, result, input._layout.cotangent, None)
 
 
-def _softmax(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Serve softmax likewise."""
-    result = _log_softmax(input, *args, **kwargs)
-    return result if result is NotImplemented else result.exp()
+def _softmax(input: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Serve softmax likewise; the logarithm is not rounded in between."""
+    dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype) or input.dtype
+    result = _log_softmax(input, *args[:1], dtype=accumulate_in(dtype), **kwargs)
+    return result if result is NotImplemented else result.exp().to(dtype)
 
 
 _SERVED: dict[str, Callable[..., Any]] = {

@@ -9,18 +9,19 @@ import torch
 
 from hyper_parallel.core import Layout, Partial, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.dtensor.interop import from_torch, is_torch_dtensor
-from hyper_parallel.dtensor.read import read_mesh
+from hyper_parallel.dtensor.interop import from_torch, is_torch_dtensor, torch_placement
+from hyper_parallel.dtensor.read import read_mesh, refuse_other_tensors
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.parallel.loss import (
+    Options,
     Reading,
-    bring,
-    check_arguments,
+    entropy,
     finish,
-    reduced_loss,
-    whole_weight,
+    is_probability,
+    read_classes,
 )
-from hyper_parallel.parallel.vocab import ClassIndices, VocabShard, accumulate_in, linear_rows
+from hyper_parallel.parallel.targets import VocabShard
+from hyper_parallel.parallel.vocab import linear_rows
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
@@ -80,6 +81,7 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  # those of F.cross_entropy, 
     """
     where = "vocab_parallel_cross_entropy"
     mesh = read_mesh(device_mesh, where)
+    refuse_other_tensors(logits, where)
     if mesh.ndim != 1 or isinstance(logits, DTensor) or not logits.ndim:
         raise LayoutError(
             describe(
@@ -90,17 +92,20 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  # those of F.cross_entropy, 
                 mesh=mesh,
             )
         )
+    if is_probability(target) and (isinstance(target, DTensor) or target.shape != logits.shape):
+        raise LayoutError(
+            describe(
+                where,
+                f"probabilities must be plain and of the logits' shape {tuple(logits.shape)}",
+                "Pass this rank's classes only",
+                target=tuple(target.shape),
+            )
+        )
     place = _place(mesh, logits.shape[-1], vocab_size, where)
-    reading = Reading(logits, place, Layout(mesh, (Replicate(),), tuple(logits.shape[:-1])), -1)
-    loss = reduced_loss(
-        reading,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
-    return loss.to_local()
+    rows = Layout(mesh, (Replicate(),), tuple(logits.shape[:-1]))
+    reading = Reading(logits, place, rows, where)
+    options = Options(weight, ignore_index, reduction, label_smoothing)
+    return entropy(reading, target, options).to_local()
 
 
 def _place(mesh: DeviceMesh, own: int, vocab: int | None, where: str) -> VocabShard:
@@ -136,7 +141,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and the chunk
     """Give the cross entropy of `input @ linear_weight^T`, holding few rows of logits at a time.
 
     Args:
-        input: [..., H]; a DTensor, or plain and the same on every rank that cuts the vocabulary.
+        input: [..., H]; a DTensor, or plain and the same on every rank of the weight's mesh.
         linear_weight: [V, H], a DTensor, as a ColwiseParallel layer has it, ours or torch's.
         target: [...], integer classes; a DTensor, or plain as `input`.
         linear_bias: [V], a DTensor.
@@ -174,11 +179,9 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and the chunk
         [1.3863, 1.3863]
     """
     where = "linear_cross_entropy"
-    if chunk_size < 1:
-        raise LayoutError(
-            describe(where, "chunk_size must be positive", "Pass 1024", chunk_size=chunk_size)
-        )
+    refuse_other_tensors(input, where)
     head = _layout_of(linear_weight, "linear_weight", where)
+    _check_linear(input, head, linear_bias, chunk_size)
     mesh = head.mesh
     assert isinstance(mesh, DeviceMesh)  # noqa: S101
     cut = tuple(a for a, p in enumerate(head.placements) if p.cut_dim == 0 and mesh.shape[a] > 1)
@@ -186,34 +189,32 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and the chunk
     place = VocabShard(mesh, cut, part.start, part.stop - part.start, head.shape[0])
     x, rows = _hidden(input, mesh, cut)
     w = _local_parameter(linear_weight, head, rows)
-    bias = None
-    if linear_bias is not None:
-        layout = _layout_of(linear_bias, "linear_bias", where)
-        wanted = head.with_shape(head.shape[:1])
-        if layout != wanted:
-            raise LayoutError(
-                describe(
-                    where,
-                    "linear_bias must lie as linear_weight's classes do",
-                    "Cut it with the same placements",
-                    linear_bias=layout,
-                )
-            )
-        bias = _local_parameter(linear_bias, layout, rows)
-    class_weight = whole_weight(weight)
-    check_arguments(reduction, label_smoothing, class_weight, place.vocab)
-    goal = ClassIndices.of(
-        bring(target, rows, "target indices").reshape(-1),
-        place,
-        accumulate_in(x.dtype),
-        weight=class_weight,
-        ignore_index=ignore_index,
-        smoothing=label_smoothing,
-    )
-    found = linear_rows(x.reshape(-1, x.shape[-1]), w, bias, goal, place, chunk=chunk_size)
-    reading = Reading(x, place, rows, -1)
+    bias = None if linear_bias is None else _local_parameter(linear_bias, head, rows)
+    reading = Reading(x, place, rows, where)
+    options = Options(weight, ignore_index, reduction, label_smoothing)
+    goal = read_classes(reading, target, options)
+    found = linear_rows(x.reshape(-1, x.shape[-1]), w, bias, goal.flat(), chunk=chunk_size)
     loss = finish(found.reshape(x.shape[:-1]), goal, reading, reduction)
     return loss if isinstance(input, DTensor) else loss.to_local()
+
+
+def _check_linear(input: torch.Tensor, head: Layout, bias: Any, chunk_size: int) -> None:
+    """Refuse operands that do not fit each other."""
+    where = "linear_cross_entropy"
+    lies = None if bias is None else _layout_of(bias, "linear_bias", where)
+    wrong: dict[str, Any]
+    if chunk_size < 1:
+        must, fix, wrong = "chunk_size must be positive", "Pass 1024", {"chunk_size": chunk_size}
+    elif len(head.shape) != 2 or tuple(input.shape[-1:]) != head.shape[1:]:
+        must = "input must be [..., H] and linear_weight [V, H]"
+        fix = "Pass the hidden states and the weight of the last layer"
+        wrong = {"input": tuple(input.shape), "linear_weight": head.shape}
+    elif lies is not None and lies != head.with_shape(head.shape[:1]):
+        must = "linear_bias must lie as linear_weight's classes do"
+        fix, wrong = "Cut it with the same placements", {"linear_bias": lies}
+    else:
+        return
+    raise LayoutError(describe(where, must, fix, **wrong))
 
 
 def _layout_of(param: torch.Tensor, name: str, where: str) -> Layout:
@@ -257,15 +258,28 @@ def _hidden(input: Any, mesh: DeviceMesh, cut: tuple[int, ...]) -> tuple[torch.T
     input = input.redistribute(mesh, settled)
     shares = [Partial() if axis in cut else p for axis, p in enumerate(settled)]
     rows = Layout(mesh, tuple(settled), tuple(input.shape[:-1]))
-    return input.to_local(grad_placements=shares), rows
+    return _as_in_autocast(input.to_local(grad_placements=shares)), rows
 
 
-def _local_parameter(param: Any, layout: Layout, rows: Layout) -> torch.Tensor:
-    """Give a parameter's local part; where an axis cuts the rows its gradient is a pending sum."""
-    if not isinstance(param, DTensor):
-        return param.to_local()  # torch's, whose mesh has no axis that cuts rows
+def _local_parameter(param: Any, head: Layout, rows: Layout) -> torch.Tensor:
+    """Give a parameter's local part, as F.linear takes it under autocast.
+
+    Where an axis cuts the rows its gradient is a pending sum.
+    """
     shares = [
         Partial() if r.cut_dim is not None and p.is_replicate() else p
-        for p, r in zip(layout.placements, rows.placements, strict=True)
+        for p, r in zip(head.placements, rows.placements, strict=True)
     ]
-    return param.to_local(grad_placements=shares)
+    if isinstance(param, DTensor):
+        return _as_in_autocast(param.to_local(grad_placements=shares))
+    # Torch reduces a pending gradient where a move, even to where it lies, gives it back.
+    param = param.redistribute(placements=param.placements)
+    return _as_in_autocast(param.to_local(grad_placements=[torch_placement(p) for p in shares]))
+
+
+def _as_in_autocast(x: torch.Tensor) -> torch.Tensor:
+    """Cast as autocast would; backward, which is outside of it, then has equal dtypes."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

@@ -50,6 +50,19 @@ def fourier(default: tuple[int, ...] | None, call: Call) -> OpRule:
     return parse_rule(f"{text} -> {text}", linear=True, empty=False)
 
 
+def stft(call: Call) -> OpRule:
+    """Transform short times of whole signals; frequencies and frames are new dims."""
+    window = ", _" * (len(call.shapes) - 1)
+    pair = "" if call.flag("return_complex") else " _"
+    return parse_rule(f"... _{window} -> ... _ _{pair}", empty=False)
+
+
+def istft(call: Call) -> OpRule:
+    """Put whole signals together from their short times."""
+    window = ", _" * (len(call.shapes) - 1)
+    return parse_rule(f"... _ _{window} -> ... _", empty=False)
+
+
 _LINES = {
     "linalg_inv linalg_pinv linalg_cholesky linalg_matrix_exp matrix_power cholesky_inverse"
     " linalg_matrix_power": f"{_MATRIX} -> {_MATRIX}",
@@ -76,6 +89,8 @@ RULES: dict[str, Rule] = {
         for names, text in _LINES.items()
         for name in names.split()
     },
+    "stft": stft,
+    "istft": istft,
     "linalg_solve": solve,
     "linalg_qr": qr,
     "qr": parse_rule(f"{_MATRIX} -> {_MATRIX}, {_MATRIX}"),

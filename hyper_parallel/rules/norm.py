@@ -61,7 +61,8 @@ def attention(call: Call) -> OpRule:
     """Scaled dot-product attention: batch, heads, query rows and value columns may be cut.
 
     Keys and head dim are whole. Causal attention keeps the query rows whole too, since a row's
-    position counts. With `enable_gqa` query heads are `(key heads, group)`.
+    position counts, and dropout the value columns, since they lose the same keys. With `enable_gqa`
+    query heads are `(key heads, group)`.
     """
     query, key = call.shape, call.shape_of(1)
     rows = "_" if call.flag("is_causal") else "s"
@@ -69,12 +70,13 @@ def attention(call: Call) -> OpRule:
     is_grouped = call.flag("enable_gqa") and query[-3:-2] != key[-3:-2]
     query_names = [*lead_names[:-1], "(h g)"] if is_grouped else lead_names
     lead, query_lead = " ".join(lead_names), " ".join(query_names)
-    text = f"{query_lead} {rows} _, {lead} _ _, {lead} _ e"
+    is_random = bool(call.get("dropout_p", 0.0))
+    columns = "_" if is_random else "e"
+    text = f"{query_lead} {rows} _, {lead} _ _, {lead} _ {columns}"
     if len(call.shapes) == 4:
         names = [*query_names, rows, "_"]
         text += f", {aligned(names, call.shape_of(3), (*query[:-1], key[-2]))}"
-    text += f" -> {query_lead} {rows} e"
-    is_random = bool(call.get("dropout_p", 0.0))
+    text += f" -> {query_lead} {rows} {columns}"
     return parse_rule(text, linear=() if is_random else (2,), random=is_random)
 
 

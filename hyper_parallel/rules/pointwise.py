@@ -7,6 +7,8 @@ on one, since every rank would add the scalar. Both follow from the same line.
 
 from __future__ import annotations
 
+from functools import partial
+
 from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.rules.call import Call, Rule
 
@@ -44,11 +46,15 @@ def dropout(call: Call) -> OpRule:
     return _RANDOM if call.flag("training", True) and call.get("p", 0.5) else _LINEAR
 
 
-def dropout_of_channels(call: Call) -> OpRule:
-    """Dropout of whole channels, dim 1 of a batch: what is dropped together is not cut."""
+def dropout_of_channels(call: Call, unbatched: int | None = None) -> OpRule:
+    """Dropout of whole channels: what is dropped together is not cut.
+
+    Channels are dim 1, but dim 0 of a tensor with `unbatched` dims.
+    """
     is_random = bool(call.flag("training", True) and call.get("p", 0.5))
-    rest = " _" * (len(call.shape) - 2)
-    return parse_rule(f"n c{rest} -> n c{rest}", random=is_random, linear=not is_random)
+    lead = "c" if len(call.shape) == unbatched else "n c"
+    dims = " ".join([lead, *["_"] * (len(call.shape) - len(lead.split()))])
+    return parse_rule(f"{dims} -> {dims}", random=is_random, linear=not is_random)
 
 
 def one_hot(call: Call) -> OpRule:
@@ -115,7 +121,9 @@ RULES: dict[str, Rule] = {
     "addcmul": parse_rule("... + ..., ... -> ...", linear=True),
     "addcdiv": parse_rule("... + ..., ... -> ...", linear=(0, 1)),
     **dict.fromkeys("dropout alpha_dropout".split(), dropout),
-    **dict.fromkeys("dropout1d dropout2d dropout3d".split(), dropout_of_channels),
+    "dropout1d": partial(dropout_of_channels, unbatched=2),
+    "dropout2d": dropout_of_channels,
+    "dropout3d": partial(dropout_of_channels, unbatched=4),
     **dict.fromkeys("rand_like randn_like randint_like bernoulli poisson".split(), _RANDOM),
     "frexp": parse_rule("... -> ..., ..."),
     "view_as_real": parse_rule("... -> ... _=2", linear=True),

@@ -25,7 +25,7 @@ from hyper_parallel.core.exchange import (
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial
 from hyper_parallel.core.plan import Plan
-from hyper_parallel.runtime.interface import ArrayOps, Work
+from hyper_parallel.runtime.interface import ArrayOps, Communicator, Work
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.parts import consecutive, packer, putter, taker, unpacker
 from hyper_parallel.runtime.program import Collective, Program, chain, program_of
@@ -51,11 +51,12 @@ def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
             meshes is one of layouts on this process's meshes.
 
     Returns:
-        The array in `plan.dst`, contiguous; `local` itself if the plan is empty or this rank is
-        outside the mesh.
+        The array in `plan.dst`, contiguous, of shape (0,) on a rank that leaves; `local` itself
+        if the plan is empty or this rank is in no mesh of it.
 
     Communicates:
-        What the plan's communicating steps name, in order, on the steps' axes.
+        What the plan's communicating steps name, in order, on the steps' axes. An exchange with
+        a mesh of other ranks: among the ranks of both, no others.
     """
     if not plan.steps:
         return local
@@ -86,9 +87,8 @@ def launch(plan: Plan, local: Array, mesh: DeviceMesh) -> Work | None:
 
 def _program(plan: Plan, mesh: DeviceMesh) -> Program:
     """Work a plan out for this rank; see [Note: programs] in program.py."""
-    parts: tuple[Run | Collective, ...] = ()
-    if mesh.get_coordinate() is not None:
-        parts = tuple(_STEPS[step.kind](step, _mesh_of(step, mesh)) for step in plan.steps)
+    steps = [(step, _mesh_of(step, mesh)) for step in plan.steps]
+    parts = tuple(_STEPS[step.kind](step, on) for step, on in steps if _takes_part(step, on))
     if len(mesh.programs) >= _MOST_PROGRAMS:
         mesh.programs.clear()
     program = mesh.programs[id(plan)] = program_of(plan, parts)
@@ -99,6 +99,11 @@ def _mesh_of(step: Step, mesh: DeviceMesh) -> DeviceMesh:
     """Give the mesh a step runs on; a plan between meshes begins on that of its source."""
     own = step.dst.mesh
     return own if isinstance(own, DeviceMesh) else mesh
+
+
+def _takes_part(step: Step, mesh: DeviceMesh) -> bool:
+    """Tell whether a step means this rank: it is in its mesh, or in one of the two."""
+    return any(at.mesh.coordinate(mesh.get_rank()) is not None for at in (step.src, step.dst))
 
 
 def _all_reduce(step: Step, mesh: DeviceMesh) -> Run | Collective:
@@ -149,23 +154,32 @@ def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run | Collective:
 
 
 def _all_to_all(step: Step, mesh: DeviceMesh) -> Run | Collective:
-    ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
-    shape = step.dst.local_shape(rank)
+    ops, rank = mesh.backend.ops, mesh.get_rank()
+    before, shape = step.src.local_shape(rank), step.dst.local_shape(rank)
     if _is_empty(step):
         return lambda local: ops.empty(shape, local)
-    table, comm = transfers(step, rank), mesh.communicator(axes)
-    before = step.src.local_shape(rank)
+    table, comm = transfers(step, rank), _exchanging(step, mesh)
     send, receive = (
         [_numel(region_shape(region)) for region in regions]
         for regions in (table.send, table.receive)
     )
     sent, received = consecutive(table.send, before), consecutive(table.receive, shape)
     how = {"even": True} if _has_equal_parts(step, sent, received) else {}
-    return Collective(
-        partial(comm.all_to_all_v, send_sizes=send, recv_sizes=receive, **how),
-        packer(ops, table.send, before),
-        unpacker(ops, table.receive, shape),
-    )
+    pack = packer(ops, table.send, before or (1,))
+    unpack = unpacker(ops, table.receive, shape or (1,))
+    if not step.src.shape:  # see `Transfers` on tensors without dims
+        pack = chain(lambda local: ops.reshape(local, before or (1,)), pack)
+        unpack = chain(unpack, lambda whole: ops.reshape(whole, shape))
+    start = partial(comm.all_to_all_v, send_sizes=send, recv_sizes=receive, **how)
+    return Collective(start, pack, unpack)
+
+
+def _exchanging(step: Step, mesh: DeviceMesh) -> Communicator:
+    source = step.src.mesh
+    if set(source.ranks) == set(mesh.ranks):
+        return mesh.communicator(_axes(step))
+    assert isinstance(source, DeviceMesh)
+    return mesh.communicator_with(source)
 
 
 def _has_equal_parts(step: Step, sent: Along, received: Along) -> bool:
@@ -182,6 +196,8 @@ def _has_equal_parts(step: Step, sent: Along, received: Along) -> bool:
 def _slice(step: Step, mesh: DeviceMesh) -> Run:
     """Keep the own piece, as a copy, so that the whole is not kept alive."""
     ops, rank = mesh.backend.ops, mesh.get_rank()
+    if step.dst.mesh.coordinate(rank) is None:
+        return lambda local: ops.empty((0,), local)
     (region,) = parts_of(step.src, rank, step.dst, [rank])
     return chain(taker(ops, region, step.src.local_shape(rank)), ops.clone)
 

@@ -220,6 +220,10 @@ class Backend(Protocol):
         """Make the group of several axes, row-major; the ranks of that group call this together."""
         ...
 
+    def union_communicator(self, ranks: tuple[int, ...]) -> Communicator:
+        """Make a group of any ranks, in this order; exactly these call this together."""
+        ...
+
     def index_array(self, mesh: AbstractMesh) -> Any:
         """Give the mesh's ranks as the framework's integer array."""
         ...

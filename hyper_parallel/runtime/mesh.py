@@ -96,6 +96,7 @@ class DeviceMesh(AbstractMesh):
         self._communicators: dict[int | tuple[int, ...], Communicator] = {}
         # What the executor worked out for this rank, by the plan's id; see [Note: programs] there.
         self.programs: dict[int, Any] = {}
+        self._unions: dict[tuple[int, ...], Communicator] = {}
         self._slices: dict[tuple[str, ...], DeviceMesh] = {}
         # What other rooms have decided for tensors on this mesh; it goes when the mesh goes.
         self.decisions: dict[Any, Any] = {}
@@ -175,6 +176,32 @@ class DeviceMesh(AbstractMesh):
                     self.axis_names[i] for i in ((axes,) if isinstance(axes, int) else axes)
                 )
         return ()
+
+    def communicator_with(self, other: DeviceMesh) -> Communicator:
+        """Give this rank's collectives among the ranks of this mesh and of another one.
+
+        Args:
+            other: a mesh with other ranks; this rank is in one of the two.
+
+        Returns:
+            The collectives, which list the ranks in ascending order; the same object each time,
+            from either mesh.
+
+        Communicates:
+            Makes the group at the first call; collective over the ranks of both meshes.
+        """
+        ranks = tuple(sorted({*self.ranks, *other.ranks}))
+        found = self._unions.get(ranks) or other._unions.get(ranks)
+        if found is None:
+            found = self.backend.union_communicator(ranks)
+            introduce(found, self)
+        self._unions[ranks] = other._unions[ranks] = found
+        return found
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether this is a slice of a larger mesh, and so another one on other ranks."""
+        return self._parent is not None and len(self.ranks) < len(self._parent.ranks)
 
     @property
     def my_coordinate(self) -> tuple[int, ...]:

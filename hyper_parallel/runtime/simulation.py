@@ -49,7 +49,7 @@ class Simulation:
     """N simulated ranks; a decorator, and a runner of functions. Made by `simulate`."""
 
     world_size: int
-    device_type: str = "cpu"
+    device_type: str | None = None
     seed: int | None = None
 
     def __call__(self, fn: Callable[P, T]) -> Callable[P, list[T] | None]:
@@ -151,7 +151,9 @@ class Simulation:
             _one_at_a_time.release()
 
 
-def simulate(world_size: int, *, device_type: str = "cpu", seed: int | None = None) -> Simulation:
+def simulate(
+    world_size: int, *, device_type: str | None = None, seed: int | None = None
+) -> Simulation:
     """Run functions on N ranks inside this process, deterministically.
 
     The ranks are threads of which one runs at a time; they switch only inside collectives, in rank
@@ -159,14 +161,14 @@ def simulate(world_size: int, *, device_type: str = "cpu", seed: int | None = No
 
     Args:
         world_size: number of ranks.
-        device_type: where the ranks' tensors live.
+        device_type: where the ranks' tensors live; default: the framework's default device.
         seed: seeds every rank alike; default: each starts from the caller's state.
 
     Returns:
         A decorator, which also has `run(fn, *args)` and `outcomes(fn, *args)`.
 
     Raises:
-        BackendError: world_size is not a positive int.
+        BackendError: world_size is not a positive int, or that device cannot be used here.
 
     Example:
         >>> from hyper_parallel import DeviceMesh, simulate
@@ -188,7 +190,7 @@ def simulate(world_size: int, *, device_type: str = "cpu", seed: int | None = No
     return Simulation(world_size, device_type, seed)
 
 
-def _load_world(world_size: int, device_type: str) -> SimulatedWorld:
+def _load_world(world_size: int, device_type: str | None) -> SimulatedWorld:
     module, _, name = _TARGET.partition(":")
     try:
         made = getattr(importlib.import_module(module), name)

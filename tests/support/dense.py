@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from hyper_parallel import Placement
+from support.device import TOLERANCE
 
 __all__ = ["TOLERANCE", "assert_same", "cut", "cut_cotangent", "equal", "join", "spread"]
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def cut(x: torch.Tensor, dim: int, rank: int, num_ranks: int) -> torch.Tensor:

@@ -10,17 +10,19 @@ import torch
 from hyper_parallel import DTensor, distribute_tensor, init_device_mesh
 from hyper_parallel.core import Placement, Shard
 from hyper_parallel.runtime import DeviceMesh
+from support.device import DEVICE, DTYPE
 
 
-def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
     """Draw a tensor that is the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(DEVICE, dtype)
 
 
 def line(size: int) -> DeviceMesh:
     """Make a mesh of one axis."""
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    return init_device_mesh(DEVICE, (size,), mesh_dim_names=("tp",))
 
 
 def laid(

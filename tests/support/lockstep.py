@@ -295,3 +295,6 @@ class LockstepBackend:
 
     def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> Group:
         return Group(self._world, mesh.submesh_ranks(axes, rank=self._rank), self._rank, axes)
+
+    def union_communicator(self, ranks: tuple[int, ...]) -> Group:
+        return Group(self._world, ranks, self._rank, "union")

@@ -578,6 +578,11 @@ CALLS |= {
         for dims, dim in (("", 0), ("2", (0, 2)), ("n", (1,)))
         for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
     },
+    "stft": [
+        c(partial(torch.stft, n_fft=4, return_complex=True), "ae", "f"),
+        c(lambda x, w: torch.stft(x, 4, window=w, return_complex=True), "be 4", "fP"),
+    ],
+    "istft": [c(lambda x, w: torch.istft(x, 4, window=w), "a39 4", "kP")],
     "fft_fftshift": [c(torch.fft.fftshift), c(partial(torch.fft.fftshift, dim=1))],
     "fft_ifftshift": [c(partial(torch.fft.ifftshift, dim=(0,)))],
 }

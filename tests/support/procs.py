@@ -166,6 +166,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, group: bool)
     import torch
 
     torch.set_num_threads(1)
+    if os.environ.get("HYPER_PARALLEL_TEST_DEVICE", "cpu") != "cpu":
+        from support.device import use_device
+
+        use_device()
     with _world(group):
         while True:
             try:
@@ -181,11 +185,17 @@ def _world(group: bool) -> Iterator[None]:
 
     try:
         if group:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=GLOO_TIMEOUT))
+            dist.init_process_group(_libraries(), timeout=timedelta(seconds=GLOO_TIMEOUT))
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _libraries() -> str:
+    """Name the libraries of the default group, as torch does."""
+    device = os.environ.get("HYPER_PARALLEL_TEST_DEVICE", "cpu")
+    return {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device]
 
 
 def _run(task: tuple[str, str, str, bytes]) -> tuple[bool, Any, bool]:

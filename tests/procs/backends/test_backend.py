@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, backend_for, init_device_mesh
+from support.device import DEVICE
 from support.procs import free_port
 
 
@@ -24,22 +25,22 @@ def gathered(mesh: DeviceMesh, axis: int = 0) -> list[int]:
 
 
 def shared_groups() -> list[bool]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    again = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     theirs = mesh.handle
-    whole = init_device_mesh("cpu", (4,))
+    whole = init_device_mesh(DEVICE, (4,))
     return [
         isinstance(theirs, TorchMesh),
         mesh.get_group("tp") is theirs.get_group("tp"),
         mesh["tp"].get_group() is theirs["tp"].get_group(),
         [mesh.get_group(0), mesh.get_group(1)] == theirs.get_all_groups(),
-        theirs == torch_init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+        theirs == torch_init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp")),
         mesh == again and hash(mesh) == hash(again),
         mesh["tp"] == again["tp"] and mesh["tp"] is mesh["tp"],
         mesh != whole,
         torch.equal(mesh.mesh, theirs.mesh) and mesh.mesh.dtype == theirs.mesh.dtype,
         whole.get_group() is dist.group.WORLD,
-        mesh.backend.device() == torch.device("cpu"),
+        mesh.backend.device().type == DEVICE,
     ]
 
 
@@ -48,7 +49,7 @@ def test_groups_are_shared_with_torch(procs4: Any) -> None:
 
 
 def unordered() -> list[Any]:
-    mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
+    mesh = DeviceMesh(DEVICE, [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
     return [mesh.get_coordinate(), gathered(mesh, 0), gathered(mesh, 1), gathered(mesh["tp"])]
 
 
@@ -62,7 +63,7 @@ def test_ranks_in_no_order(procs4: Any) -> None:
 
 
 def part_of_the_world() -> list[Any]:
-    mesh = DeviceMesh("cpu", [[3], [1]], mesh_dim_names=("dp", "tp"))
+    mesh = DeviceMesh(DEVICE, [[3], [1]], mesh_dim_names=("dp", "tp"))
     here = mesh.get_coordinate()
     if here is None:
         try:
@@ -84,7 +85,7 @@ def test_ranks_outside_the_mesh_take_part_in_making_it(procs4: Any) -> None:
 def slices() -> list[str]:
     """Slice a mesh with an axis of size 1 by every choice of names, in every order."""
     ranks = [[[2, 0]], [[3, 1]]]
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("pp", "dp", "tp"))
+    mesh = DeviceMesh(DEVICE, ranks, mesh_dim_names=("pp", "dp", "tp"))
     bad = []
     for count in (1, 2, 3):
         for names in permutations(("pp", "dp", "tp"), count):
@@ -103,7 +104,7 @@ def test_slices_in_any_order_make_no_group(procs4: Any) -> None:
 
 
 def flats() -> list[Any]:
-    mesh = DeviceMesh("cpu", [[[2, 0]], [[3, 1]]], mesh_dim_names=("pp", "dp", "tp"))
+    mesh = DeviceMesh(DEVICE, [[[2, 0]], [[3, 1]]], mesh_dim_names=("pp", "dp", "tp"))
     joint, rows = mesh.flatten(), mesh["dp", "tp"].flatten("row")
     return [
         joint.mesh_dim_names,
@@ -126,14 +127,14 @@ def adopted() -> list[Any]:
     rows = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
     columns = [dist.new_group([i, i + 2]) for i in range(2)]
     row, column = rows[rank // 2], columns[rank % 2]
-    one = DeviceMesh.from_group(row, "cpu", mesh_dim_names=("tp",))
+    one = DeviceMesh.from_group(row, DEVICE, mesh_dim_names=("tp",))
     turned = [2 * (rank // 2) + 1, 2 * (rank // 2)]
-    back = DeviceMesh.from_group(row, "cpu", turned)
-    two = DeviceMesh.from_group([column, row], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
+    back = DeviceMesh.from_group(row, DEVICE, turned)
+    two = DeviceMesh.from_group([column, row], DEVICE, [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
     texts = []
     for mesh in (None, [[0, 2], [1, 3]]):
         try:
-            DeviceMesh.from_group([column, row], "cpu", mesh, mesh_dim_names=("a", "b"))
+            DeviceMesh.from_group([column, row], DEVICE, mesh, mesh_dim_names=("a", "b"))
         except LayoutError as error:
             texts.append(str(error))
     same = one.get_group("tp") is row and two.get_group("a") is column
@@ -151,12 +152,12 @@ def test_from_group(procs4: Any) -> None:
 
 
 def wrapped() -> list[bool]:
-    backend: Any = backend_for("cpu")
-    theirs = torch_init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    backend: Any = backend_for(DEVICE)
+    theirs = torch_init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     ours = backend.wrap_mesh(theirs)
-    made = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    made = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     part = theirs["tp"]
-    nameless = torch_init_device_mesh("cpu", (4,))
+    nameless = torch_init_device_mesh(DEVICE, (4,))
     return [
         backend.wrap_mesh(theirs) is ours,
         ours.handle is theirs,
@@ -174,11 +175,11 @@ def test_wrap_mesh(procs4: Any) -> None:
 
 
 def anew(ports: list[int]) -> list[Any]:
-    before = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    before = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
     old = before.get_group("tp")  # kept alive, with its store: hence another port
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(ports[0])
-    after = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    after = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
     return [gathered(after), after.get_group("tp") is not old]
 
 
@@ -192,7 +193,7 @@ def test_axes_of_size_one(procs2: Any, size: int) -> None:
 
 
 def small(size: int) -> list[list[float]]:
-    mesh = init_device_mesh("cpu", (2 // size, size))
+    mesh = init_device_mesh(DEVICE, (2 // size, size))
     one = torch.ones(1)
     return [mesh.communicator(axis).all_reduce(one.clone()).tolist() for axis in (0, 1)]
 
@@ -200,7 +201,7 @@ def small(size: int) -> list[list[float]]:
 def flat_after_uneven_groups():
     """Join axes where ranks belong to different numbers of groups, which torch alone hangs on."""
     dist.new_group([0, 1])
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     flat = mesh["dp", "cp"].flatten("data")
     total = flat.communicator(0).all_reduce(torch.tensor([float(dist.get_rank())]))
     return flat.ranks, total.item()

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from hyper_parallel.backends._torch.communicator import TorchCommunicator
 from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime import DeviceMesh, init_device_mesh
+from support.device import DEVICE, DTYPE
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool)
+DTYPES = (DTYPE, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool)
 # Ascending, torch's own order; not ascending; a part of the world (ranks outside take part in
 # making the mesh only); rows of a mesh whose ranks are in no order.
 MESHES = ([0, 1, 2, 3], [2, 0, 3, 1], [3, 0], [[3, 1], [2, 0]], [[0, 1], [2, 3]])
@@ -43,7 +44,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def communicators(ranks: Any) -> list[Any]:
-    mesh = DeviceMesh("cpu", ranks)
+    mesh = DeviceMesh(DEVICE, ranks)
     if mesh.get_coordinate() is None:
         return []
     return [mesh.communicator(axis) for axis in range(mesh.ndim)]
@@ -149,7 +150,7 @@ def test_collectives_on_empty_tensors(procs2: Any) -> None:
 
 
 def on_complex() -> list[Any]:
-    comm = init_device_mesh("cpu", (2,)).communicator(0)
+    comm = init_device_mesh(DEVICE, (2,)).communicator(0)
     x = torch.tensor([1 + 2j, 3j])
     return [
         comm.all_reduce(x.clone()).tolist(),
@@ -165,9 +166,9 @@ def test_reduce_complex(procs2: Any) -> None:
 
 def uneven_forms() -> list[bool]:
     """Run the forms that gloo's executor never calls, as far as gloo can: the lists NCCL takes."""
-    mesh = DeviceMesh("cpu", [2, 0, 3, 1])
+    mesh = DeviceMesh(DEVICE, [2, 0, 3, 1])
     dtypes = mesh.backend.dtypes
-    comm = TorchCommunicator(mesh.get_group(), mesh.ranks, "cpu", dtypes=dtypes, uneven=True)
+    comm = TorchCommunicator(mesh.get_group(), mesh.ranks, DEVICE, dtypes=dtypes, uneven=True)
     sizes, i = [1, 3, 0, 2], comm.rank
     start = sum(sizes[:i])
     good = []
@@ -185,7 +186,7 @@ def test_uneven_forms_in_group_order(procs4: Any) -> None:
 
 
 def refused(case: str) -> str:
-    comm = init_device_mesh("cpu", (2,)).communicator(0)
+    comm = init_device_mesh(DEVICE, (2,)).communicator(0)
     x = torch.ones(4, 4)
     calls = {
         "stride": lambda: comm.all_reduce(x.t()[:, :2]),
@@ -216,7 +217,10 @@ def refused(case: str) -> str:
             "all_reduce: the tensor must be contiguous, but got shape=(4, 2), stride=(1, 4).",
         ),
         ("gather stride", "all_gather: the tensor must be contiguous"),
-        ("device", "reduce_scatter: the tensor must be on a cpu device, but got device='meta'."),
+        (
+            "device",
+            f"reduce_scatter: the tensor must be on a {DEVICE} device, but got device='meta'.",
+        ),
         (
             "op",
             "all_reduce: op must be one of ('sum', 'avg', 'max', 'min', 'product'), but got op=",
@@ -237,7 +241,7 @@ def test_refused_on_every_rank_before_the_collective(procs2: Any, case: str, tex
 
 
 def deserted(name: str) -> str:
-    comm = init_device_mesh("cpu", (2,)).communicator(0)
+    comm = init_device_mesh(DEVICE, (2,)).communicator(0)
     if comm.rank == 1:
         dist.destroy_process_group()
         return "gone"

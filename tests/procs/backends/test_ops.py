@@ -48,6 +48,7 @@ def test_views_share_memory_and_copies_do_not() -> None:
         (torch.bfloat16, "max", float("-inf")),
         (torch.float64, "min", float("inf")),
         (torch.float32, "avg", 0),
+        (torch.float8_e4m3fn, "max", -448.0),
         (torch.int64, "max", -(2**63)),
         (torch.int8, "min", 127),
         (torch.uint8, "max", 0),

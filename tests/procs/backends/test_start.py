@@ -13,11 +13,12 @@ import torch.distributed as dist
 from hyper_parallel.backends.npu import NpuBackend
 from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime import backend_for, init_device_mesh
+from support.device import DEVICE
 from support.procs import ProcessError, ProcessPool, run_processes
 
 
 def starts_by_itself() -> list[Any]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     return [mesh.get_rank(), dist.get_backend()]
 
 
@@ -28,7 +29,7 @@ def test_mesh_starts_the_default_group_from_the_environment() -> None:
 def without_environment() -> str:
     del os.environ["MASTER_PORT"], os.environ["RANK"]
     try:
-        init_device_mesh("cpu", (1,))
+        init_device_mesh(DEVICE, (1,))
     except BackendError as error:
         return str(error)
     return "not refused"
@@ -45,7 +46,7 @@ def test_missing_environment_says_to_use_torchrun() -> None:
 
 def too_large() -> str:
     try:
-        init_device_mesh("cpu", (2, 2))
+        init_device_mesh(DEVICE, (2, 2))
     except BackendError as error:
         return str(error)
     return "not refused"

@@ -22,12 +22,14 @@ from hyper_parallel import (
     get_total_norm,
     init_device_mesh,
 )
+from support.device import DEVICE, DTYPE, TOLERANCE
 
 
-def whole_gradients(dtype=torch.float64):
+def whole_gradients(dtype=DTYPE):
     shapes = [(5, 3), (3, 5), (5,), (1, 3), (4, 2), (6,), (7,)]
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+    drawn = [torch.randn(s, generator=generator, dtype=DTYPE, device="cpu") for s in shapes]
+    return [x.to(DEVICE, dtype) for x in drawn]
 
 
 def mixed_parameters(gradients, joint):
@@ -75,7 +77,7 @@ def torch_gradient(param, gradient):
 
 
 def joint_mesh():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def clip_mixed(norm_type, foreach):
@@ -100,7 +102,7 @@ def clip_mixed(norm_type, foreach):
 @pytest.mark.parametrize("norm_type", [2, 1, 3.5, math.inf, "inf", -math.inf, -2.0])
 def test_clipping_mixed_parameters_equals_one_process(procs4, norm_type, foreach):
     for difference, plain, kinds in procs4.run(clip_mixed, norm_type, foreach):
-        assert difference < 1e-12
+        assert difference < TOLERANCE[DTYPE]
         assert plain
         assert kinds[:4] == ["torch.distributed.tensor"] * 4
         assert kinds[4:] == ["hyper_parallel.dtensor.tensor"] * 2 + ["torch.nn.parameter"]
@@ -109,14 +111,14 @@ def test_clipping_mixed_parameters_equals_one_process(procs4, norm_type, foreach
 def empty_here(norm_type):
     """A gradient of one row, which is empty on all ranks but one of each axis."""
     mesh = joint_mesh()
-    row = torch.tensor([[3.0, -4.0]], dtype=torch.float64)
+    row = torch.tensor([[3.0, -4.0]], dtype=DTYPE)
     found = get_total_norm([distribute_tensor(row, mesh, [Shard(0), Shard(0)])], norm_type)
     return (found - torch.nn.utils.get_total_norm([row], norm_type)).abs().item()
 
 
 @pytest.mark.parametrize("norm_type", [2, 1, math.inf, -math.inf])
 def test_empty_shards_count_nothing(procs4, norm_type):
-    assert max(procs4.run(empty_here, norm_type)) < 1e-12
+    assert max(procs4.run(empty_here, norm_type)) < TOLERANCE[DTYPE]
 
 
 def half_precision(dtype):

@@ -25,6 +25,7 @@ from hyper_parallel.dtensor.interop import (
     sharded_axes,
     to_torch,
 )
+from support.device import DEVICE
 
 
 def num_groups():
@@ -32,7 +33,7 @@ def num_groups():
 
 
 def there_and_back(shape, placements):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("up", "down"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("up", "down"))
     value = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     ours = distribute_tensor(value, mesh, placements)
     before = num_groups()
@@ -80,7 +81,7 @@ def users_own():
     from torch.distributed import tensor as torch_tensor
     from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 
-    mesh = torch_mesh("cpu", (2, 2), mesh_dim_names=("left", "right"))
+    mesh = torch_mesh(DEVICE, (2, 2), mesh_dim_names=("left", "right"))
     theirs = torch_tensor.distribute_tensor(
         torch.arange(12.0).reshape(6, 2), mesh["right"], [torch_tensor.Shard(0)]
     ).requires_grad_()
@@ -107,7 +108,7 @@ def test_a_torch_dtensor_on_the_users_own_mesh(procs4):
 
 
 def under_fsdp():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "parts"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("rows", "parts"))
     whole = [torch.arange(12.0).reshape(6, 2), torch.arange(6.0)]
     net = nn.Linear(2, 6)
     net.weight = nn.Parameter(distribute_tensor(whole[0], mesh["parts"], [Shard(0)]))
@@ -139,7 +140,7 @@ def test_parameters_under_fsdp(procs4):
 def test_what_torch_cannot_express_is_refused():
     @simulate(2)
     def run():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         with pytest.raises(LayoutError, match="to_torch: the mesh must be made of torch process"):
             to_torch(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
         return "refused"
@@ -148,7 +149,7 @@ def test_what_torch_cannot_express_is_refused():
 
 
 def uneven_blocks():
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (4,), mesh_dim_names=("tp",))
     with pytest.raises(LayoutError, match=r"to_torch: torch must know the placement.*block=2"):
         to_torch(distribute_tensor(torch.ones(10), mesh, [Shard(0, block=2)]))
     return "refused"
@@ -159,7 +160,7 @@ def test_blocks_that_torch_would_cut_are_refused(procs4):
 
 
 def given_torchs():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
     theirs = to_torch(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     texts = []
     for call in (distribute_tensor, DTensor.from_local):

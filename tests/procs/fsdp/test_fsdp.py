@@ -24,17 +24,18 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
+from support.device import DEVICE, DTYPE, TOLERANCE
 
 VOCAB = 32
-CLOSE = 1e-10
+CLOSE = max(1e-10, TOLERANCE[DTYPE])
 MAX_NORM = 0.05
 
 
 def joint_mesh(kind="ours", names=("dp", "tp")):
     """The (2, 2) mesh, made by us or by the user with torch."""
     if kind == "ours":
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    return torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        return init_device_mesh(DEVICE, (2, 2), mesh_dim_names=names)
+    return torch.distributed.device_mesh.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=names)
 
 
 def example_model():
@@ -73,7 +74,7 @@ def language_models(mesh, sequence, tied):
         bias=True,
         tied=tied,
     )
-    whole = LanguageModel(config).double()
+    whole = LanguageModel(config).to(DTYPE)
     ours = copy.deepcopy(whole)
     parallelize_module(ours.decoder, mesh["tp"], model.tp_plan(config, sequence))
     for layer in ours.decoder.layers:
@@ -86,7 +87,7 @@ def mlps(mesh, hidden, width=6, **kwargs):
     """The same MLP with a norm outside the plan, whole and parallel."""
     whole = nn.Sequential(
         nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width), nn.LayerNorm(width)
-    ).double()
+    ).to(DTYPE)
     ours = copy.deepcopy(whole)
     parallelize_module(ours, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(ours, mesh=mesh["dp"], **kwargs)
@@ -113,12 +114,18 @@ def square_loss(model, x):
     return (model(x) - x).square().mean()
 
 
+def drawn(factory, seed, *args):
+    """Draw on the CPU, alike on every rank, for the device."""
+    generator = torch.Generator().manual_seed(seed)
+    return factory(*args, generator=generator, device="cpu").to(DEVICE)
+
+
 def tokens_of(step):
-    return torch.randint(0, VOCAB, (4, 9), generator=torch.Generator().manual_seed(step))
+    return drawn(torch.randint, step, 0, VOCAB, (4, 9))
 
 
 def rows_of(step, width=6):
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(step)).double()
+    return drawn(torch.randn, step, 4, width).to(DTYPE)
 
 
 def train(whole, ours, mesh, loss_of, batch_of, steps=5):
@@ -189,8 +196,8 @@ def test_any_size_is_whole_again_and_trains(procs4, hidden, names):
 
 
 def hybrid(shape):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("rep", "shard", "tp"))
-    whole = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)).double()
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("rep", "shard", "tp"))
+    whole = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)).to(DTYPE)
     ours = copy.deepcopy(whole)
     parallelize_module(ours, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(ours, mesh=mesh["rep", "shard"])
@@ -214,14 +221,14 @@ def flattened(kind):
     """The data axis is two axes in one; in "ours" torch's flat mesh is no slice of the root."""
     names = ("dp", "cp", "model")
     if kind == "ours":
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+        mesh = init_device_mesh(DEVICE, (2, 1, 2), mesh_dim_names=names)
         data = mesh["dp", "cp"].flatten("data")
     else:
         mesh = torch.distributed.device_mesh.init_device_mesh(
-            "cpu", (2, 1, 2), mesh_dim_names=names
+            DEVICE, (2, 1, 2), mesh_dim_names=names
         )
         data = mesh["dp", "cp"]._flatten("data")
-    whole = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 6)).double()
+    whole = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 6)).to(DTYPE)
     ours = copy.deepcopy(whole)
     parallelize_module(
         ours,
@@ -285,7 +292,7 @@ def test_fsdp_builds_joint_layouts_on_the_same_groups(procs4):
 
 def placed():
     mesh = joint_mesh()
-    whole = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+    whole = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).to(DTYPE)
     ours = copy.deepcopy(whole)
     parallelize_module(ours, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     wide = {ours[0].weight}
@@ -301,7 +308,7 @@ def test_shard_placement_fn_sees_our_parameters_and_may_give_our_shard(procs4):
 
 def grouped():
     mesh = joint_mesh()
-    whole = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+    whole = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).to(DTYPE)
     ours = copy.deepcopy(whole)
     parallelize_module(ours, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     kept = ours[2].bias
@@ -359,7 +366,7 @@ def test_gradients_accumulate_over_two_backwards(procs4, sync):
 
 def freeze():
     mesh = joint_mesh()
-    whole = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+    whole = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).to(DTYPE)
     whole[0].weight.requires_grad_(False)
     whole[2].bias.requires_grad_(False)
     ours = copy.deepcopy(whole)

@@ -23,6 +23,7 @@ from hyper_parallel import (
     parallelize_module,
     simulate,
 )
+from support.device import DEVICE
 
 
 def parallel_mlp(mesh, hidden=8):
@@ -31,7 +32,7 @@ def parallel_mlp(mesh, hidden=8):
 
 
 def joint_mesh():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def no_mesh():
@@ -44,12 +45,12 @@ def no_mesh_inside_with():
 
 
 def another_world():
-    other = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("dp", "tp"))
+    other = DeviceMesh(DEVICE, [[0, 3], [2, 1]], mesh_dim_names=("dp", "tp"))
     fully_shard(parallel_mlp(joint_mesh()), mesh=other["dp"])
 
 
 def all_ranks():
-    every = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    every = init_device_mesh(DEVICE, (4,), mesh_dim_names=("dp",))
     fully_shard(parallel_mlp(joint_mesh()), mesh=every)
 
 
@@ -178,7 +179,7 @@ def test_a_refusal_by_torch_leaves_the_module_as_it_was(procs4):
 def test_simulated_ranks_are_refused():
     @simulate(2)
     def run():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("dp",))
         with pytest.raises(LayoutError, match="needs a real world") as refused:
             fully_shard(nn.Linear(2, 2), mesh=mesh)
         return str(refused.value)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.device import DEVICE, DTYPE, TOLERANCE
+
 MODEL = Path(__file__).parents[3] / "examples" / "model.py"
 
 
@@ -24,13 +26,13 @@ def load_model():
 def torch_mesh():
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
 
 
 def our_mesh():
     from hyper_parallel import init_device_mesh
 
-    return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
 
 
 def translate(value):
@@ -80,7 +82,7 @@ def same(got, want, what):
     import torch
 
     torch.testing.assert_close(
-        got, want, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}"
+        got, want, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE], msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -98,7 +100,7 @@ def compare_decoder(bias, sequence_parallel, mesh_kind):
         vocab=24, dim=16, layers=2, heads=4, kv_heads=2, mlp_multiple=4, max_seq=8, bias=bias
     )
     torch.manual_seed(0)
-    dense = demo.Decoder(config).double()
+    dense = demo.Decoder(config).to(DTYPE)
     for name, param in dense.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(param)
@@ -158,10 +160,10 @@ def compare_layers(kind, style_name):
             continue  # torch refuses a move to a pending sum
         torch.manual_seed(0)
         if kind == "linear":
-            dense = nn.Linear(6, 4).double()
-            x = torch.randn(2, 4, 6, dtype=torch.float64)
+            dense = nn.Linear(6, 4).to(DTYPE)
+            x = torch.randn(2, 4, 6, dtype=DTYPE)
         else:
-            dense = nn.Embedding(6, 4).double()
+            dense = nn.Embedding(6, 4).to(DTYPE)
             x = torch.randint(6, (2, 4))
         style = getattr(hyper_parallel, style_name)(
             input_layouts=given, output_layouts=wanted, use_local_output=use_local
@@ -179,7 +181,7 @@ def compare_layers(kind, style_name):
             assert hasattr(out, "placements") is not use_local
             out = local(out)
             torch.manual_seed(1)
-            out.backward(torch.randn(out.shape, dtype=torch.float64))
+            out.backward(torch.randn(out.shape, dtype=DTYPE))
             results.append((out.detach(), leaf.grad, layer))
         (want, want_grad, want_layer), (got, got_grad, got_layer) = results
         what = f"{style}"
@@ -237,12 +239,12 @@ def compare_prepared():
             torch.manual_seed(0)
             module = nn.LayerNorm(6) if "Sequence" in type(style).__name__ else nn.Identity()
             apply = one._apply if one is theirs_is else one.apply
-            module = apply(module.double(), mesh)
-            x = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+            module = apply(module.to(DTYPE), mesh)
+            x = torch.randn(2, 4, 6, dtype=DTYPE, requires_grad=True)
             out = module(x)
             is_dtensor = hasattr(out, "placements")
             out = local(out)
-            out.backward(torch.randn(out.shape, dtype=torch.float64))
+            out.backward(torch.randn(out.shape, dtype=DTYPE))
             grads = [full(p.grad) for p in module.parameters()]
             results.append((is_dtensor, [out.detach(), x.grad, *grads]))
         assert results[0][0] == results[1][0], style
@@ -298,8 +300,8 @@ def run_half_ported():
             return self.down(torch.relu(self.up(self.norm(x))))
 
     torch.manual_seed(0)
-    dense = Block().double()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    dense = Block().to(DTYPE)
+    mesh = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
     plan = {
         "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -308,7 +310,7 @@ def run_half_ported():
     }
     block = parallelize_module(copy.deepcopy(dense), mesh["tp"], plan)
     copied = copy.deepcopy(block)
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    x = torch.randn(2, 5, 6, dtype=DTYPE)
     for model in (dense, block, copied):
         model(x).square().sum().backward()
     for model in (block, copied):
@@ -327,7 +329,7 @@ def refuse_two_axes():
 
     from hyper_parallel import ColwiseParallel, LayoutError, parallelize_module
 
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
     try:
         parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
     except LayoutError as error:
@@ -363,7 +365,7 @@ def train_odd_sequence():
             return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
     torch.manual_seed(0)
-    dense = Block().double()
+    dense = Block().to(DTYPE)
     mesh = our_mesh()
     rank = mesh.get_local_rank()
     plan = {
@@ -373,7 +375,7 @@ def train_odd_sequence():
     }
     block = parallelize_module(copy.deepcopy(dense), mesh, plan)
     for length, first in ((5, 3), (4, 2), (1, 1)):
-        x = torch.randn(3, length, 8, dtype=torch.float64)
+        x = torch.randn(3, length, 8, dtype=DTYPE)
         part = x.tensor_split([first], 1)[rank]
         y = dense(x)
         y.square().sum().backward()

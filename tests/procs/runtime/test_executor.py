@@ -23,6 +23,7 @@ from hyper_parallel.core import (
 )
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, execute
+from support.device import DEVICE, DTYPE
 from support.moves import Move, check_results
 
 GRIDS = ([0, 1, 2, 3], [[0, 1], [2, 3]], [[3, 1], [0, 2]], [[[2], [0]], [[1], [3]]])
@@ -32,7 +33,7 @@ PAIRS = 40
 
 def moves_of(grid: Any, shape: tuple[int, ...], seed: int) -> list[Move]:
     """Draw pairs of legal layouts of one shape, the same in every process."""
-    mesh = AbstractMesh("cpu", grid.shape, ranks=grid.ravel().tolist())
+    mesh = AbstractMesh(DEVICE, grid.shape, ranks=grid.ravel().tolist())
     options: list[Placement] = [Replicate(), Partial(), Partial()]
     for dim, size in enumerate(shape):
         options += [Shard(dim), Shard(dim), StridedShard(dim, 2), Packed(dim, (size - 1, 1))]
@@ -49,7 +50,7 @@ def moves_of(grid: Any, shape: tuple[int, ...], seed: int) -> list[Move]:
 
 def prepared(ranks: Any, seed: int) -> tuple[Any, list[Move]]:
     grid, rng = np.array(ranks), np.random.default_rng(seed)
-    mesh = AbstractMesh("cpu", grid.shape, ranks=grid.ravel().tolist())
+    mesh = AbstractMesh(DEVICE, grid.shape, ranks=grid.ravel().tolist())
     moves = [move for shape in SHAPES for move in moves_of(grid, shape, seed)]
     for move in moves:
         move.prepare(grid, mesh, rng)
@@ -58,14 +59,16 @@ def prepared(ranks: Any, seed: int) -> tuple[Any, list[Move]]:
 
 def run_moves(ranks: Any, seed: int) -> list[tuple[Any, Any]]:
     """Run the moves on this rank's part, forward and backward."""
-    mesh = DeviceMesh("cpu", ranks)
+    mesh = DeviceMesh(DEVICE, ranks)
     _, moves = prepared(ranks, seed)
     rank = mesh.get_rank()
     results = []
     for move in moves:
         pairs = ((move.forward, move.held), (move.backward, move.cotangents))
-        outs = [execute(plan, torch.from_numpy(held[rank].copy()), mesh) for plan, held in pairs]
-        results.append(tuple(out.numpy() for out in outs))
+        given = [(plan, torch.from_numpy(held[rank].copy())) for plan, held in pairs]
+        # The values are whole numbers, exact in either dtype.
+        outs = [execute(plan, x.to(DEVICE, DTYPE), mesh) for plan, x in given]
+        results.append(tuple(out.cpu().double().numpy() for out in outs))
     return results
 
 

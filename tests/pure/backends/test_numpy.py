@@ -97,10 +97,15 @@ def test_distribute_then_gather_gives_the_array_back(case, seed):
 
 
 @given(data=st.data(), case=moves_on_meshes(most_ranks=24))
-def test_redistribute_to_another_mesh_of_the_same_ranks(data, case):
+def test_redistribute_to_another_mesh(data, case):
     grid, move = case
-    sizes = data.draw(st.sampled_from([grid.shape, grid.shape[::-1], (grid.size,), (1, grid.size)]))
-    there = np.array(data.draw(st.permutations(grid.ravel().tolist()))).reshape(sizes)
+    sizes = data.draw(
+        st.sampled_from([grid.shape, grid.shape[::-1], (grid.size,), (1, grid.size), (2,), (3, 2)])
+    )
+    ranks = grid.ravel().tolist()
+    if math.prod(sizes) != grid.size or data.draw(st.booleans()):  # other ranks, some perhaps alike
+        ranks = range(data.draw(st.integers(0, 30)), 90)
+    there = np.array(data.draw(st.permutations(ranks))[: math.prod(sizes)]).reshape(sizes)
     dst = data.draw(legal_placements(sizes, move.shape))
     held = oracle.contributions(grid, move.src, move.shape, np.random.default_rng(1))
     ends = Layout(mesh_of(grid), move.src, move.shape), Layout(mesh_of(there), dst, move.shape)

@@ -184,8 +184,16 @@ def test_a_large_mesh_is_asked_at_its_ends():
     assert found.received == found.sent == found.needed == piece - piece // 64
 
 
-def test_between_meshes_of_the_same_ranks():
+def test_between_meshes():
     turned = AbstractMesh("cpu", (4,), ranks=(3, 1, 2, 0), mesh_dim_names=("all",))
     found = estimate(Layout(LINE, (S0,), (8,)), Layout(turned, (S0,), (8,)), itemsize=1)
     (step,) = found.steps
-    assert (step.group, step.received, found.needed) == ("all: 4 ranks", 2, 2)
+    assert (step.group, step.received, found.needed) == ("both meshes: 4 ranks", 2, 2)
+    pair = AbstractMesh("cpu", (2,), ranks=(5, 1))
+    found = estimate(Layout(LINE, (S0,), (8,)), Layout(pair, (S0,), (8,)), itemsize=1)
+    (step,) = found.steps
+    assert (step.group, step.received, found.needed) == ("both meshes: 5 ranks", 4, 4)
+    assert found.seconds == LinkModel().seconds_between(5, size=4)
+    assert "all 1 us a hop, 200 GB/s; between meshes 5 us a hop, 25 GB/s" in str(
+        estimate(Layout(LINE, (S0,), (8,)), Layout(turned, (S0,), (8,)), itemsize=1)
+    )

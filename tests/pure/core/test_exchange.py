@@ -19,36 +19,58 @@ from hyper_parallel.core import (
     StridedShard,
     plan,
 )
+from hyper_parallel.core.collective import Step
 from hyper_parallel.core.cost import LinkModel
 from hyper_parallel.core.exchange import group_ranks, region_shape, transfers
 from hyper_parallel.core.search import cheapest_way
 from hyper_parallel.errors import LayoutError
 from support import oracle
 
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MODELS = [LinkModel(), LinkModel(launch=1e-9), LinkModel(launch=1.0)]
 
 
 @st.composite
-def pairs(draw, with_partial=True):
-    """Draw two legal layouts of one shape on one mesh, ranks in any order."""
+def layouts(draw, shape, with_partial=True):
+    """Draw a legal layout of a shape on a mesh of up to 16 ranks in any order."""
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     assume(math.prod(sizes) <= 16)
-    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
-    ranks = draw(st.permutations(range(math.prod(sizes))))
-    mesh = AbstractMesh("cpu", sizes, ranks=ranks)
+    mesh = AbstractMesh("cpu", sizes, ranks=draw(st.permutations(range(math.prod(sizes)))))
+    return draw(legal(mesh, shape, with_partial))
+
+
+@st.composite
+def legal(draw, mesh, shape, with_partial=True):
+    """Draw a legal layout on a mesh."""
     options = [Replicate(), *([Partial()] if with_partial else [])]
     for dim, size in enumerate(shape):
         options += [Shard(dim), Shard(dim), StridedShard(dim, 2)]
         options.append(Packed(dim, (size // 2, size - size // 2)))
-    found = []
-    for _ in range(2):
-        placements = tuple(draw(st.sampled_from(options)) for _ in sizes)
-        order = draw(st.permutations(range(len(sizes))))
-        try:
-            found.append(Layout(mesh, placements, shape, tuple(order)))
-        except LayoutError:
-            assume(False)
-    return tuple(found)
+    placements = tuple(draw(st.sampled_from(options)) for _ in mesh.shape)
+    try:
+        return Layout(mesh, placements, shape, tuple(draw(st.permutations(range(mesh.ndim)))))
+    except LayoutError:
+        assume(False)
+
+
+SHAPE = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def pairs(draw, with_partial=True):
+    """Draw two legal layouts of one shape on one mesh."""
+    src = draw(layouts(draw(SHAPE), with_partial))
+    return src, draw(legal(src.mesh, src.shape, with_partial))
+
+
+@st.composite
+def pairs_on_two_meshes(draw):
+    """Draw two legal layouts of one shape with nothing pending, each on a mesh of its own."""
+    src = draw(layouts(draw(SHAPE), with_partial=False))
+    dst = draw(layouts(src.shape, with_partial=False))
+    shift = draw(st.integers(0, src.mesh.size()))
+    moved = AbstractMesh("cpu", dst.mesh.shape, ranks=[rank + shift for rank in dst.mesh.ranks])
+    return src, Layout(moved, dst.placements, dst.shape, dst.order)
 
 
 def indices(layout, rank):
@@ -74,18 +96,66 @@ def test_what_one_rank_sends_is_what_the_other_expects(pair, model):
     for step in plan(*pair, model=model):
         if step.kind != "all_to_all":
             continue
-        tables = {rank: transfers(step, rank) for rank in step.src.mesh.ranks}
-        for rank, table in tables.items():
-            group = group_ranks(step, rank)
-            assert len(table.send) == len(table.receive) == len(group)
-            shape = step.dst.local_shape(rank)
-            covered = np.zeros(shape, int)
-            for other, part in zip(group, table.receive, strict=True):
-                sent = tables[other].send[group_ranks(step, other).index(rank)]
-                assert region_shape(sent) == region_shape(part)
-                held = [[i for start, stop in runs for i in range(start, stop)] for runs in part]
-                covered[np.ix_(*held)] += 1
-            assert (covered == 1).all()
+        check_tables(step)
+
+
+def check_tables(step):
+    """Everyone in the step has a table; what one sends the other expects; each part comes once."""
+    members = {*step.src.mesh.ranks, *step.dst.mesh.ranks}
+    tables = {rank: transfers(step, rank) for rank in members}
+    for rank, table in tables.items():
+        group = group_ranks(step, rank)
+        assert len(table.send) == len(table.receive) == len(group)
+        inside = rank in step.dst.mesh.ranks
+        covered = np.zeros(
+            (step.dst.local_shape(rank) or (1,)) if inside else (0,) * max(len(step.dst.shape), 1),
+            int,
+        )
+        for other, part in zip(group, table.receive, strict=True):
+            sent = tables[other].send[group_ranks(step, other).index(rank)]
+            assert region_shape(sent) == region_shape(part)
+            held = [[i for start, stop in runs for i in range(start, stop)] for runs in part]
+            covered[np.ix_(*held)] += 1
+        assert (covered == 1).all()
+
+
+@given(pairs_on_two_meshes())
+def test_what_one_mesh_sends_is_what_the_other_expects(pair):
+    for step in plan(*pair):
+        if step.kind == "exchange":
+            check_tables(step)
+
+
+EVEN = [((4,), (S0,)), ((4,), (R,)), ((2, 4), (R, S0)), ((2, 4), (S1, R)), ((2, 2), (S0, S1))]
+
+
+@pytest.mark.parametrize("shift", [0, 2, 8])
+@pytest.mark.parametrize("src, dst", list(itertools.product(EVEN, repeat=2)), ids=str)
+def test_replicas_share_what_they_send_to_another_mesh(src, dst, shift):
+    """No rank sends more than its share of what the ranks of the next mesh have not got."""
+    ends = [
+        Layout(
+            AbstractMesh("cpu", sizes, ranks=range(first, first + math.prod(sizes))), ps, (32, 32)
+        )
+        for (sizes, ps), first in ((src, 0), (dst, shift))
+    ]
+    step = Step("exchange", tuple(range(len(dst[0]))), *ends)
+    lacking = sum(
+        len(indices(ends[1], rank))
+        - (
+            len(indices(ends[1], rank) & indices(ends[0], rank))
+            if rank in ends[0].mesh.ranks
+            else 0
+        )
+        for rank in ends[1].mesh.ranks
+    )
+    sent = {}
+    for rank in ends[0].mesh.ranks:
+        parts = zip(group_ranks(step, rank), transfers(step, rank).send, strict=True)
+        sent[rank] = sum(math.prod(region_shape(part)) for other, part in parts if other != rank)
+    assert sum(sent.values()) == lacking
+    if shift == 8:
+        assert max(sent.values()) <= max(lacking // len(sent), math.prod(ends[0].largest_shape))
 
 
 @given(pairs(with_partial=False), st.sampled_from(MODELS))

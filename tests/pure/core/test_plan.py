@@ -2,6 +2,7 @@
 """plan: one step where one will do, none where nothing changes, never dearer than need be."""
 
 import itertools
+import math
 
 import pytest
 
@@ -16,8 +17,9 @@ from hyper_parallel.core import (
     plan,
 )
 from hyper_parallel.core.cost import Link, LinkModel
+from hyper_parallel.core.exchange import region_shape, transfers
 from hyper_parallel.core.placement import REDUCE_OPS
-from hyper_parallel.errors import LayoutError, PlanError
+from hyper_parallel.errors import LayoutError
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SUM, AVG, MAX = Partial("sum"), Partial("avg"), Partial("max")
@@ -223,12 +225,31 @@ def test_plan_to_another_mesh_of_the_same_ranks():
     assert repr(step) == "exchange[Layout([8, 8], S(0)@dp, R@tp) -> Layout([8, 8], S(0)@all)]"
 
 
-def test_plan_refuses_a_mesh_of_other_ranks():
-    other = AbstractMesh("cpu", (3,), ranks=(3, 2, 1), mesh_dim_names=("tp",))
-    with pytest.raises(
-        PlanError,
-        match=r"plan: the meshes of src and dst must have the same ranks, but got "
-        r"src=AbstractMesh\('cpu', tp=4\), dst=.*ranks=\[3, 2, 1\]\). Moving a tensor to other "
-        r"ranks is not supported yet; gather it with full_tensor\(\) and distribute it again",
-    ):
-        plan(Layout(LINE, (S0,), (8,)), Layout(other, (S0,), (8,)))
+def test_plan_to_another_mesh_of_other_ranks():
+    pair, next_pair = (AbstractMesh("cpu", (2,), ranks=ranks) for ranks in ((0, 1), (2, 3)))
+
+    def between(a, b, shape=(8, 8)):
+        steps = plan(*(Layout(mesh, (p,), shape) for mesh, p in (a, b)))
+        return [step.kind for step in steps]
+
+    assert between((pair, S0), (next_pair, S0)) == ["exchange"]
+    assert between((pair, S0), (next_pair, R)) == ["exchange"]
+    assert between((pair, S0), (next_pair, R), (4096, 4096)) == ["exchange", "all_gather"]
+    assert between((pair, R), (next_pair, R), (4096, 4096)) == ["exchange", "all_gather"]
+    assert between((pair, SUM), (next_pair, S1)) == ["reduce_scatter", "exchange"]
+    assert between((pair, S0), (next_pair, SUM)) == ["exchange", "fill"]
+    assert between((LINE, R), (next_pair, S0)) == ["slice"]
+    assert between((LINE, R), (next_pair, R)) == ["slice"]
+    assert between((next_pair, R), (LINE, S0)) == ["exchange"]
+    assert between((pair, SUM), (next_pair, R), ()) == ["all_reduce", "exchange"]
+
+
+def test_plan_to_copies_crosses_the_slow_link_once():
+    """Each rank of the next stage takes its piece, and the stage gathers."""
+    stages = [AbstractMesh("cpu", (8,), ranks=range(i, i + 8)) for i in (0, 8)]
+    src, dst = (Layout(mesh, (R,), (4096, 4096)) for mesh in stages)
+    crossing, gather = plan(src, dst).steps
+    assert (crossing.kind, gather.kind) == ("exchange", "all_gather")
+    table = transfers(crossing, 3)
+    sent = [math.prod(region_shape(part)) for part in table.send]
+    assert sum(sent) == 4096 * 4096 // 8 and sent[8 + 3] == sum(sent)

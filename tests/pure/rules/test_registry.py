@@ -52,7 +52,7 @@ def test_find_is_pure_and_returns_rules() -> None:
     [
         ("softmax", ((4, 6),), {"dim": 2}, r"dim must be in \[-2, 2\), but got dim=2"),
         ("softmax", ((4, 6),), {"dim": "x"}, "dim must be an int, but got dim='x'"),
-        ("softmax", (None,), {}, "the first operand must be a tensor"),
+        ("softmax", (None,), {}, "operand 0 must be a tensor"),
         ("sum", ((4, 6),), {"dim": (0, "x")}, "dim must hold ints"),
         ("permute", ((4, 6),), {"dims": (0, 0)}, "dims must name every dim once"),
         ("reshape", ((4, 6),), {"shape": (5, 5)}, "the number of elements must stay"),

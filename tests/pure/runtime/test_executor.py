@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hyper_parallel.core import (
@@ -161,39 +161,94 @@ def layouts_on(grid, shape):
     return list(itertools.product(choices, repeat=grid.ndim))
 
 
-@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
-@pytest.mark.parametrize(
-    "grid, other",
-    [
-        ([[0, 1], [2, 3]], [3, 1, 0, 2]),
-        ([0, 1, 2, 3], [[2, 0], [3, 1]]),
-        ([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
-        ([[5, 0, 3], [1, 4, 2]], [[0, 1], [2, 3], [4, 5]]),
-    ],
-    ids=str,
-)
-def test_execute_between_meshes_of_the_same_ranks(grid, other, shape):
+def check_between(grid, other, pairs, shape):
+    """Move between two meshes, in a world with a rank to spare, and check against the oracle."""
     grids = [np.array(grid), np.array(other)]
     meshes = [AbstractMesh("cpu", g.shape, ranks=g.ravel().tolist()) for g in grids]
     rng = np.random.default_rng(0)
-    pairs = list(itertools.product(*(layouts_on(g, shape) for g in grids)))[::3]
     held = [oracle.contributions(grids[0], src, shape, rng) for src, _ in pairs]
+    nothing = np.zeros((0,))
+    world = World(max(int(g.max()) for g in grids) + 2)
 
     def work(rank, attached):
         there = DeviceMesh.attached(meshes[1], attached.backend, None)
         results = []
         for (src, dst), own in zip(pairs, held, strict=True):
             ends = Layout(attached, src, shape), Layout(there, dst, shape)
-            results.append(execute(plan(*ends), own[rank], there))
+            results.append(execute(plan(*ends), own.get(rank, nothing), there))
         return results
 
-    by_rank = World(grids[0].size).run(work, meshes[0])
+    by_rank = world.run(work, meshes[0])
     for number, (src, dst) in enumerate(pairs):
         moved = {rank: results[number] for rank, results in enumerate(by_rank)}
         for rank, array in moved.items():
-            assert array.shape == oracle.local_shape(grids[1], dst, shape, rank)
+            inside = rank in grids[1]
+            wanted = oracle.local_shape(grids[1], dst, shape, rank) if inside else (0,)
+            assert array.shape == wanted and array.dtype == float
+            own = held[number].get(rank, nothing)
+            assert array is own or not np.shares_memory(array, own)
         value = oracle.reconstruct(grids[0], src, shape, held[number])
         assert np.array_equal(oracle.reconstruct(grids[1], dst, shape, moved), value), (src, dst)
+    union = {*grids[0].flat, *grids[1].flat}
+    assert all(not calls for rank, calls in enumerate(world.calls) if rank not in union)
+
+
+MESH_PAIRS = [
+    ([[0, 1], [2, 3]], [3, 1, 0, 2]),
+    ([0, 1, 2, 3], [[2, 0], [3, 1]]),
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+    ([[5, 0, 3], [1, 4, 2]], [[0, 1], [2, 3], [4, 5]]),
+    ([0, 1], [2, 3]),
+    ([3, 1], [[0, 2, 4], [5, 3, 1]]),
+    ([[0, 1], [2, 3]], [1, 2, 4]),
+    ([[4, 1], [2, 0]], [3]),
+    ([0, 1, 2, 3], [2, 0]),
+    ([[[6, 0], [1, 3]]], [[3, 5], [6, 2]]),
+]
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+@pytest.mark.parametrize("grid, other", MESH_PAIRS, ids=str)
+def test_execute_between_meshes(grid, other, shape):
+    ends = [layouts_on(np.array(g), shape) for g in (grid, other)]
+    pairs = list(itertools.product(*ends))
+    check_between(grid, other, pairs[:: max(len(pairs) // 60, 1)], shape)
+
+
+@pytest.mark.parametrize("grid, other", MESH_PAIRS, ids=str)
+def test_execute_a_tensor_without_dims_or_elements_between_meshes(grid, other):
+    for shape in ((), (0, 3)):
+        ends = [
+            list(itertools.product([Replicate(), Partial()], repeat=np.ndim(g)))
+            for g in (grid, other)
+        ]
+        check_between(grid, other, list(itertools.product(*ends)), shape)
+
+
+@st.composite
+def moves_between(draw):
+    """Draw two meshes of up to 6 ranks in any order, a shape, and a legal layout on each."""
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    choices = st.sampled_from([*placements_of(shape), *strided_of(shape)])
+    grids, ends = [], []
+    for _ in range(2):
+        sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        assume(math.prod(sizes) <= 6)
+        ranks = draw(st.permutations(range(8)))[: math.prod(sizes)]
+        placements = tuple(draw(choices) for _ in sizes)
+        try:
+            Layout(AbstractMesh("cpu", sizes), placements, shape)
+        except LayoutError:
+            assume(False)
+        grids.append(np.array(ranks).reshape(sizes))
+        ends.append(placements)
+    return *grids, tuple(ends), shape
+
+
+@given(moves_between())
+def test_execute_between_any_meshes(case):
+    grid, other, pair, shape = case
+    check_between(grid, other, [pair], shape)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])

@@ -99,9 +99,17 @@ class Upcast(REAL):
 class Swapped(REAL):
     """Delivers the parts of an exchange in the wrong order."""
 
-    def all_to_all_v(self, x, send_sizes, recv_sizes):
+    def all_to_all_v(self, x, send_sizes, recv_sizes, *, even=False, async_op=False):
         parts = super().all_to_all_v(x, send_sizes, recv_sizes).split(list(recv_sizes))
-        return torch.cat(parts[::-1])
+        result = torch.cat(parts[::-1])
+        return SimulatedWork(result) if async_op else result
+
+
+class Older(REAL):
+    """Lacks a parameter that the protocol has."""
+
+    def all_gather_v(self, x, sizes):
+        return super().all_gather_v(x, sizes)
 
 
 class FirstOnly(REAL):
@@ -122,11 +130,13 @@ class Truncated(REAL):
         wrap = (int(value) % 2**32 for value in values)
         return super().all_gather_ints(list(wrap))
 
-    def all_gather_v(self, x, sizes):
-        return super().all_gather_v(x, sizes).flip(0)
+    def all_gather_v(self, x, sizes, *, async_op=False):
+        result = super().all_gather_v(x, sizes).flip(0)
+        return SimulatedWork(result) if async_op else result
 
-    def reduce_scatter_v(self, x, sizes, op="sum"):
-        return super().reduce_scatter_v(x, sizes, op) * 1.5
+    def reduce_scatter_v(self, x, sizes, op="sum", *, async_op=False):
+        result = super().reduce_scatter_v(x, sizes, op) * 1.5
+        return SimulatedWork(result) if async_op else result
 
 
 WRONG = {
@@ -136,6 +146,7 @@ WRONG = {
     Bytes: {"all_reduce"},
     Upcast: {"reduce_scatter"},
     Swapped: {"all_to_all", "sub-groups", "redistribute[S(0) -> S(1)]"},
+    Older: {"interface", "uneven all_gather"},
     FirstOnly: {"broadcast", "scatter", "sub-groups"},
     Truncated: {"exchange", "uneven all_gather", "uneven reduce_scatter"},
 }
@@ -170,10 +181,16 @@ def test_what_is_not_refused_fails(monkeypatch):
 
 @pytest.mark.parametrize("lie", ["too much", "too little"])
 def test_capabilities_that_lie_fail(monkeypatch, lie):
-    true = simulated._reduces()
+    true = simulated.REDUCES
     pair = {("avg", "int64"), ("sum", "int64")}
     told = true | pair if lie == "too much" else true - pair
-    monkeypatch.setattr(simulated, "_reduces", lambda: told)
+    made = simulated.SimulatedBackend.__init__
+
+    def lying(self, *args):
+        made(self, *args)
+        self.capabilities = dataclasses.replace(self.capabilities, reduces=told)
+
+    monkeypatch.setattr(simulated.SimulatedBackend, "__init__", lying)
     failures = run("all_reduce").failures
     assert [one.case for one in failures] == ["avg int64" if lie == "too much" else "sum int64"]
 

@@ -18,6 +18,7 @@ from hyper_parallel import DTensor, Partial, Replicate, Shard, init_device_mesh,
 from hyper_parallel.backends._torch import simulated_collectives
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import current_rank
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, same, seeded
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -107,7 +108,7 @@ def test_async_leaves_a_gradient_in_flight_until_it_is_read(async_op):
         mesh = line(2)
         x = laid(seeded(4, 2), mesh, R, requires_grad=True)
         Watched.apply(x * 3).redistribute(mesh, [S0], async_op=async_op).sum().backward()
-        same(x.grad, torch.full((4, 2), 3.0).double())
+        same(x.grad, torch.full((4, 2), 3.0).to(DTYPE))
 
     run()
     assert counts == ([0, 1] * 2 if async_op else [0, 0] * 2)
@@ -118,13 +119,13 @@ def test_async_waits_for_a_gradient_that_reaches_a_leaf_or_a_hook():
     mesh = line(2)
     x = laid(seeded(4, 2), mesh, R, requires_grad=True)
     x.redistribute(mesh, [S0], async_op=True).sum().backward()
-    same(x.grad, torch.ones(4, 2).double())
+    same(x.grad, torch.ones(4, 2).to(DTYPE))
     seen = []
     y = x * 3
     y.register_hook(lambda grad: seen.append(grad.full_tensor()))
     y.redistribute(mesh, [S0], async_op=True).sum().backward()
-    assert torch.equal(seen[0], torch.ones(4, 2).double())
-    same(x.grad, torch.full((4, 2), 4.0).double())
+    assert torch.equal(seen[0], torch.ones(4, 2).to(DTYPE))
+    same(x.grad, torch.full((4, 2), 4.0).to(DTYPE))
 
 
 READINGS = {
@@ -144,7 +145,7 @@ READINGS = {
     "redistribute": lambda x: x.redistribute(x.device_mesh, [S0]).full_tensor(),
     "twice": lambda x: x.redistribute(x.device_mesh, [S0], async_op=True).full_tensor(),
     "set data": lambda x: set_data(x).to_local(),
-    "storage": lambda x: torch.frombuffer(bytearray(x.untyped_storage()), dtype=torch.float64),
+    "storage": lambda x: torch.empty(0, dtype=DTYPE).set_(x.untyped_storage()),
     "is_contiguous": lambda x: x.to_local() if x.is_contiguous() else None,
 }
 
@@ -160,13 +161,13 @@ def test_async_result_cannot_be_read_too_early(name):
     @simulate(2)
     def run():
         mesh = line(2)
-        rows = DTensor.from_local(torch.ones(4).double() * (current_rank() + 1), mesh, [P])
+        rows = DTensor.from_local(torch.ones(4).to(DTYPE) * (current_rank() + 1), mesh, [P])
         total = rows.redistribute(mesh, [R], async_op=True)
         assert total.shape == (4,)
         assert waited() == 0
         read = READINGS[name](total)
         value = 12.0 if name == "reduction" else 3.0
-        assert torch.equal(read, torch.full((4,), value).double())
+        assert torch.equal(read, torch.full((4,), value).to(DTYPE))
         assert waited() == 1
         assert total.data_ptr() == total.to_local().data_ptr()
         assert waited() == 1
@@ -178,7 +179,7 @@ def test_async_result_cannot_be_read_too_early(name):
 def test_async_result_shows_its_value_and_is_the_storage_it_says():
     mesh = line(2)
     shown = laid(torch.ones(2), mesh, S0).redistribute(mesh, [R], async_op=True)
-    assert "tensor([1., 1.])" in repr(shown)
+    assert "tensor([1., 1.]" in repr(shown)
     total = laid(torch.ones(2), mesh, P).redistribute(mesh, [R], async_op=True)
     assert total.data_ptr() == total.to_local().data_ptr()
     version = total._version
@@ -190,12 +191,12 @@ def test_async_result_shows_its_value_and_is_the_storage_it_says():
 
 @simulate(4)
 def test_async_move_of_several_steps_on_two_axes():
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     x = laid(seeded(5, 6), mesh, P, S0, requires_grad=True)
     moved = (x * 1).redistribute(mesh, [S1, P], async_op=True)
     same(moved, seeded(5, 6))
     moved.redistribute(mesh, [R, R], async_op=True).sum().backward()
-    same(x.grad, torch.ones(5, 6).double())
+    same(x.grad, torch.ones(5, 6).to(DTYPE))
 
 
 @simulate(2)
@@ -226,8 +227,8 @@ def test_forward_dtype_is_that_of_the_result_and_of_what_is_sent(async_op):
         moved.backward(laid(torch.full((4, 3), 1.0078125), mesh, R).bfloat16())
         assert x.grad.dtype == torch.float32
         assert torch.equal(x.grad.to_local(), torch.full((2, 3), 1.0078125))
-        stays = x.redistribute(mesh, [S0], forward_dtype=torch.float64)
-        assert (stays.dtype, stays.placements) == (torch.float64, (S0,))
+        stays = x.redistribute(mesh, [S0], forward_dtype=DTYPE)
+        assert (stays.dtype, stays.placements) == (DTYPE, (S0,))
         assert x.redistribute(mesh, [S0], forward_dtype=torch.float32) is x
 
     run()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import Partial, Replicate, Shard, init_device_mesh, simulate, strict_rules
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, same, seeded
 
 
@@ -63,7 +64,7 @@ STATISTICS = {
 def test_a_statistic_over_uneven_shards_is_that_of_the_whole(name):
     @simulate(4)
     def run():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
         for rows, layout in itertools.product(
             (7, 6, 1),
             (
@@ -123,6 +124,15 @@ def test_statistics_of_half_precision_add_up_in_single():
         torch.testing.assert_close(op(x).full_tensor(), op(whole))
 
 
+@simulate(2)
+def test_statistics_under_autocast_have_the_dtype_of_the_plain_op():
+    whole = seeded(6, 3, dtype=torch.bfloat16)
+    x = laid(whole, line(2), Shard(0))
+    for op in (lambda t: t.norm(), lambda t: t.softmax(0), lambda t: t.var(0), lambda t: t.mean()):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert op(x).dtype == op(whole).dtype
+
+
 LOSSES = {
     "plain": {},
     "ignored": {"ignore_index": 1},
@@ -139,7 +149,7 @@ def test_cross_entropy_means_over_all_targets(options, shape):
         mesh = line(2)
         whole = seeded(*shape).requires_grad_()
         target = (seeded(shape[0], *shape[2:], seed=1).abs() * 100).long() % 4
-        weight = torch.tensor([0.1, 1, 2, 5.0]).double()
+        weight = torch.tensor([0.1, 1, 2, 5.0]).to(DTYPE)
         dense = F.cross_entropy(
             whole, target, **{**options, **({"weight": weight} if "weight" in options else {})}
         )

@@ -16,6 +16,7 @@ from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.dtensor import decisions
 from hyper_parallel.errors import HyperParallelError, LayoutError, RuleError
 from hyper_parallel.runtime import DeviceMesh, current_rank
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, same, seeded
 
 gathers = pytest.mark.filterwarnings("ignore:DTensor op .* has no sharding rule")
@@ -146,6 +147,14 @@ def test_factories_need_no_communication():
         assert ours.is_leaf
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="NumPy reads CPU memory only")
+@simulate(2)
+def test_reads_by_numpy():
+    x, whole = made()
+    assert np.array_equal(x.numpy(), whole.numpy())
+    assert np.array_equal(np.asarray(x), whole.numpy())
+
+
 @simulate(2)
 def test_reads():
     x, whole = made()
@@ -156,8 +165,6 @@ def test_reads():
     assert f"{total:.3f}" == f"{whole.sum():.3f}"
     assert bool((x == x).sum() == 24)
     assert x.tolist() == whole.tolist()
-    assert np.array_equal(x.numpy(), whole.numpy())
-    assert np.array_equal(np.asarray(x), whole.numpy())
     assert torch.equal(x, laid(whole, line(2), Shard(1)))
     assert not torch.equal(x, x + 1)
     assert torch.allclose(x, x + 1e-12)
@@ -181,6 +188,13 @@ def test_data_dependent_ops_are_refused():
 
 
 @simulate(2)
+def test_data_dependent_ops_run_on_what_every_rank_holds():
+    x, whole = made(Replicate())
+    for op in (torch.nonzero, torch.unique, lambda t: t.masked_select(t > 0), torch.argwhere):
+        same(op(x), op(whole))
+
+
+@simulate(2)
 def test_strict_rules_makes_a_gather_an_error_and_ends_with_the_block():
     x, whole = made()
     refused = pytest.raises(RuleError, match=r"'linalg_vander': .* register_op_rule\(")
@@ -194,7 +208,7 @@ def test_strict_rules_makes_a_gather_an_error_and_ends_with_the_block():
 @simulate(2)
 def test_plain_tensors_mixed_in_are_refused():
     x, _ = made()
-    plain = torch.ones(4, 6).double()
+    plain = torch.ones(4, 6).to(DTYPE)
     for op, argument in (
         (lambda: x + plain, 1),
         (lambda: plain * x, 0),
@@ -214,7 +228,7 @@ def test_plain_tensors_mixed_in_are_refused():
 @simulate(2)
 def test_two_meshes_are_refused():
     x, whole = made()
-    other = laid(whole, DeviceMesh("cpu", [1, 0]), Shard(0))
+    other = laid(whole, DeviceMesh(DEVICE, [1, 0]), Shard(0))
     with pytest.raises(LayoutError, match=r"DTensor op 'add': all operands must be on one mesh"):
         x + other
     with pytest.raises(LayoutError, match=r"DTensor op 'add_': all operands must be on one mesh"):

@@ -21,6 +21,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, current_rank
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, part, same, seeded
 
 
@@ -29,7 +30,7 @@ from support.dtensors import laid, line, part, same, seeded
 def test_distribute_cuts_the_source_ranks_data(shape, src):
     @simulate(4)
     def run():
-        mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
+        mesh = DeviceMesh(DEVICE, [[3, 1], [0, 2]])
         own = seeded(*shape, seed=current_rank() if src is not None else 7)
         source = 7 if src is None else int(mesh.ranks[3 * src])
         for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
@@ -77,9 +78,9 @@ def test_distribute_refusals():
 
 @simulate(2)
 def test_distribute_module_replicates_the_rest_and_runs_hooks():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).double()
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).to(DTYPE)
     weight = model[0].weight.detach().clone()
 
     def partition(name, module, mesh):
@@ -108,7 +109,7 @@ def test_distribute_module_replicates_the_rest_and_runs_hooks():
 
 def test_a_tensor_with_a_history_takes_the_source_ranks_data_and_gives_back_whole_gradients():
     def run():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         leaf = torch.full((3, 2), float(mesh.get_local_rank() + 1), requires_grad=True)
         whole = distribute_tensor(leaf * 2, mesh, [Shard(0)])
         (

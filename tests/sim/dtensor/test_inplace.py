@@ -10,6 +10,7 @@ from torch import nn
 from hyper_parallel import DTensor, Partial, Replicate, Shard, simulate, strict_rules
 from hyper_parallel.dtensor import lists
 from hyper_parallel.errors import LayoutError, RuleError
+from support.device import DTYPE
 from support.dtensors import laid, line, parameter, same, seeded
 
 gathers = pytest.mark.filterwarnings("ignore:DTensor op .* has no sharding rule")
@@ -54,24 +55,24 @@ def test_in_place_ops_equal_the_plain_ones(placement):
 @simulate(2)
 def test_out_is_written_in_its_own_layout():
     x, whole, mesh = made(Shard(0))
-    out = laid(torch.zeros(5, 6).double(), mesh, Shard(1))
+    out = laid(torch.zeros(5, 6).to(DTYPE), mesh, Shard(1))
     assert torch.maximum(x, x * 2, out=out) is out
     assert out.placements == (Shard(1),)
     same(out, torch.maximum(whole, whole * 2))
     torch.add(out, x, alpha=2, out=out)
     same(out, torch.maximum(whole, whole * 2) + 2 * whole)
     for placement in (Replicate(), Shard(1)):
-        product = laid(torch.zeros(5, 5).double(), mesh, placement)
+        product = laid(torch.zeros(5, 5).to(DTYPE), mesh, placement)
         assert torch.matmul(x, x.t(), out=product) is product
         same(product, whole @ whole.t())
         assert product.placements == (placement,)
-    values = laid(torch.zeros(5, 6).double(), mesh, Shard(0))
+    values = laid(torch.zeros(5, 6).to(DTYPE), mesh, Shard(0))
     positions = laid(torch.zeros(5, 6).long(), mesh, Replicate())
     torch.sort(x, dim=0, out=(values, positions))
     same(values, whole.sort(0).values)
     same(positions, whole.sort(0).indices)
     with pytest.raises(LayoutError, match=r"must have the result's shape torch.Size\(\[5, 5\]\)"):
-        torch.matmul(x, x.t(), out=laid(torch.zeros(1, 5).double(), mesh, Replicate()))
+        torch.matmul(x, x.t(), out=laid(torch.zeros(1, 5).to(DTYPE), mesh, Replicate()))
     with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
         torch.matmul(x, x.t(), out=laid(torch.zeros(5, 5).long(), mesh, Replicate()))
 
@@ -92,23 +93,23 @@ def test_in_place_operands_that_broadcast():
         same(y.add_(laid(row, mesh, placement)), whole + row)
         same(y.copy_(laid(row, mesh, placement)), row.expand(5, 6))
     with pytest.raises(RuntimeError, match="broadcast a dimension of length 5"):
-        y.add_(laid(torch.ones(5).double(), mesh, Replicate()))
+        y.add_(laid(torch.ones(5).to(DTYPE), mesh, Replicate()))
 
 
 @simulate(2)
 def test_init_functions():
     p = parameter(seeded(5, 6), line(2), Shard(0))
     nn.init.zeros_(p)
-    same(p, torch.zeros(5, 6).double())
+    same(p, torch.zeros(5, 6).to(DTYPE))
     nn.init.constant_(p, 2.0)
-    same(p, torch.full((5, 6), 2.0).double())
+    same(p, torch.full((5, 6), 2.0).to(DTYPE))
     nn.init.ones_(p)
-    same(p, torch.ones(5, 6).double())
+    same(p, torch.ones(5, 6).to(DTYPE))
     tall = parameter(seeded(6, 5), line(2), Shard(0))
     nn.init.orthogonal_(tall)
-    same(tall.data.t() @ tall.data, torch.eye(5).double())
+    same(tall.data.t() @ tall.data, torch.eye(5).to(DTYPE))
     nn.init.eye_(p)
-    same(p, torch.eye(5, 6).double())
+    same(p, torch.eye(5, 6).to(DTYPE))
 
 
 WRITES = {
@@ -251,17 +252,17 @@ def test_view_of_a_strided_part_does_not_lose_writes():
 def test_copy_takes_whole_plain_tensors_and_other_ops_do_not():
     x, _, _ = made(Shard(0))
     x.copy_(torch.ones(5, 6))
-    same(x, torch.ones(5, 6).double())
+    same(x, torch.ones(5, 6).to(DTYPE))
     with pytest.raises(LayoutError, match=r"'add_': every tensor operand must be a DTensor"):
-        x.add_(torch.ones(5, 6).double())
+        x.add_(torch.ones(5, 6).to(DTYPE))
     with pytest.raises(LayoutError, match="must have the target's global shape"):
-        x.copy_(torch.ones(3, 6).double())
+        x.copy_(torch.ones(3, 6).to(DTYPE))
 
 
 @simulate(2)
 def test_plain_targets_and_gradients_are_refused():
     x, _, mesh = made(Shard(0))
-    plain = torch.ones(5, 6).double()
+    plain = torch.ones(5, 6).to(DTYPE)
     for write in (lambda: plain.add_(x), lambda: torch.add(x, x, out=plain)):
         with pytest.raises(LayoutError, match=r"that is written to must be a DTensor.*target='Ten"):
             write()

@@ -21,6 +21,7 @@ from hyper_parallel import DTensor, Partial, Replicate, Shard, init_device_mesh,
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, current_rank
 from support import oracle
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, part, same, seeded
 
 OPS = ("sum", "avg", "max", "min", "product")
@@ -39,18 +40,18 @@ SHAPES = [(4, 8), (5, 3), (0, 3)]  # even, uneven and empty shards
 
 
 def attach(grid):
-    return DeviceMesh("cpu", grid.tolist())
+    return DeviceMesh(DEVICE, grid.tolist())
 
 
 def as_torch(array):
-    return torch.from_numpy(np.ascontiguousarray(array))
+    return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE, DTYPE)
 
 
 def made(grid, placements, shape):
     """Give every rank's contribution and the value they are together."""
     held = oracle.contributions(grid, placements, shape, np.random.default_rng(0))
     whole = oracle.reconstruct(grid, placements, shape, held) if 0 not in shape else None
-    return held, torch.zeros(shape).double() if whole is None else as_torch(whole)
+    return held, torch.zeros(shape).to(DTYPE) if whole is None else as_torch(whole)
 
 
 def local_gradient(grid, placements, held, cotangent):
@@ -189,7 +190,7 @@ def test_distribute_of_a_non_leaf_is_differentiable():
 
 @simulate(2)
 def test_to_local_of_a_pending_extreme_over_one_rank_is_free():
-    mesh = init_device_mesh("cpu", (1, 2))
+    mesh = init_device_mesh(DEVICE, (1, 2))
     local = torch.tensor([1.0, float("nan")], requires_grad=True)
     tensor = DTensor.from_local(local, mesh, [Partial("max"), Shard(0)])
     (tensor.to_local() * 2).sum().backward()
@@ -224,7 +225,7 @@ def test_redistribute_to_the_same_layout_is_the_same_tensor():
 
 @simulate(4)
 def test_rank_outside_the_mesh_takes_part_in_nothing():
-    mesh = DeviceMesh("cpu", [1, 3])
+    mesh = DeviceMesh(DEVICE, [1, 3])
     tensor = laid(seeded(4, 6), mesh, Shard(0), requires_grad=True)
     product = (tensor @ tensor.t()).relu()
     loss = product.sum()
@@ -244,9 +245,9 @@ def test_rank_outside_the_mesh_takes_part_in_nothing():
 
 @simulate(4)
 def test_move_on_three_axes_nests_from_left_to_right():
-    mesh = init_device_mesh("cpu", (2, 1, 2))
+    mesh = init_device_mesh(DEVICE, (2, 1, 2))
     whole = seeded(5, 3)
     tensor = laid(whole, mesh, Shard(0), Partial(), Shard(0), requires_grad=True)
     same(tensor, whole)
     (tensor.redistribute(mesh, [Replicate(), Replicate(), Shard(1)]) * 2).sum().backward()
-    same(tensor.grad, torch.full((5, 3), 2.0).double())
+    same(tensor.grad, torch.full((5, 3), 2.0).to(DTYPE))

@@ -26,6 +26,7 @@ from hyper_parallel import (
     simulate,
     step_locally,
 )
+from support.device import DTYPE
 from support.dtensors import laid, line, same, seeded
 
 OPTIMIZERS = {
@@ -215,7 +216,7 @@ def test_clip_equals_one_process_and_counts_replicas_once(norm):
         torch.testing.assert_close(total, expected)
         equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
         again = get_total_norm([p.grad for p in ours.parameters()], norm)
-        torch.testing.assert_close(again, torch.tensor(0.5).double(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(again, torch.tensor(0.5).to(DTYPE), rtol=1e-4, atol=1e-5)
 
     run()
 

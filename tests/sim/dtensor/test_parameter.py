@@ -23,6 +23,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core import Packed, StridedShard
 from hyper_parallel.errors import LayoutError
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, parameter, same, seeded
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate()]
@@ -36,7 +37,7 @@ def made(placement, seed=0):
     return parameter(whole, mesh, placement), nn.Parameter(whole.clone()), mesh
 
 
-def sharded_linear(dtype=torch.float64):
+def sharded_linear(dtype=DTYPE):
     """Give a Linear of a sharded weight and a replicated bias, its plain twin, and an input."""
     mesh = line(2)
     torch.manual_seed(0)
@@ -116,7 +117,7 @@ def test_grad_of_parameters_and_plain_tensors(placement):
         assert of_x.tolist() == [2.0] * 3
         assert p.grad is None
         zeros = torch.autograd.grad(loss, [unused], materialize_grads=True, retain_graph=True)
-        same(zeros[0], torch.zeros(5, 6).double())
+        same(zeros[0], torch.zeros(5, 6).to(DTYPE))
         with pytest.raises(RuntimeError, match="appears to not have been used"):
             torch.autograd.grad(loss, [unused])
 
@@ -203,9 +204,9 @@ def test_data_is_read_and_assigned(placement):
         alias = p.data
         assert not alias.requires_grad
         alias.zero_()
-        same(p, torch.zeros(5, 6).double())
+        same(p, torch.zeros(5, 6).to(DTYPE))
         p.data = laid(plain.detach() * 2, mesh, placement)
-        same(alias, torch.zeros(5, 6).double())
+        same(alias, torch.zeros(5, 6).to(DTYPE))
         (p * p).sum().backward()
         same(p.grad, 4 * plain)
         assert isinstance(p, nn.Parameter)
@@ -269,10 +270,10 @@ def test_state_dict_round_trip():
 @simulate(3)
 def test_whole_plain_tensors_load_into_sharded_parameters():
     mesh = line(3)
-    whole = nn.Linear(5, 4).double()
+    whole = nn.Linear(5, 4).to(DTYPE)
     whole.weight.data.copy_(seeded(4, 5))
     whole.bias.data.copy_(seeded(4))
-    ours = nn.Linear(5, 4).double()
+    ours = nn.Linear(5, 4).to(DTYPE)
     ours.weight = distribute_tensor(ours.weight, mesh, [Shard(0)])
     ours.bias = distribute_tensor(ours.bias, mesh, [Replicate()])
     ours.load_state_dict(whole.state_dict())
@@ -316,12 +317,12 @@ def test_user_function_alone_and_beside_another_use(placement):
     def run():
         p, plain, _ = made(placement)
         Triple.apply(p).sum().backward()
-        same(p.grad, torch.full((5, 6), 3.0).double())
+        same(p.grad, torch.full((5, 6), 3.0).to(DTYPE))
         (Triple.apply(p).sum() + (p * p).sum()).backward()
         same(p.grad, 6 + 2 * plain)
         p.grad.zero_()
         TripleLocal.apply(p).sum().backward()
-        same(p.grad, torch.full((5, 6), 3.0).double())
+        same(p.grad, torch.full((5, 6), 3.0).to(DTYPE))
         p.grad = None
         (TripleLocal.apply(p).sum() + (p * p).sum().full_tensor()).backward()
         same(p.grad, 3 + 2 * plain)
@@ -468,7 +469,7 @@ def test_two_leaves_do_not_share_one_gradient():
     q = parameter(seeded(5, 6, seed=1), mesh, Shard(0))
     (p + q).sum().backward()
     p.grad.zero_()
-    same(q.grad, torch.ones(5, 6).double())
+    same(q.grad, torch.ones(5, 6).to(DTYPE))
 
 
 class Double(nn.Module):
@@ -490,7 +491,7 @@ def test_parametrization_of_a_sharded_parameter():
 
 def test_unpickling_finds_the_mesh_and_does_not_make_one():
     def run():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
         data = pickle.dumps(distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
         found = pickle.loads(data) if mesh.get_rank() == 0 else None  # on one rank: no collective
         return found is None or found.device_mesh is mesh["tp"]
@@ -500,7 +501,7 @@ def test_unpickling_finds_the_mesh_and_does_not_make_one():
 
 def test_unpickling_without_an_equal_mesh_is_refused():
     def save():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gone",))
+        mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("gone",))
         return pickle.dumps(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
 
     data = simulate(2).run(save)[0]

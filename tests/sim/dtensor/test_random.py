@@ -20,6 +20,7 @@ from hyper_parallel import (
     simulate,
 )
 from hyper_parallel.runtime import current_rank
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, same, seeded
 
 gathers = pytest.mark.filterwarnings("ignore:DTensor op .* has no sharding rule")
@@ -52,11 +53,11 @@ def test_draws_are_alike_on_replicas_and_unlike_on_shards(draw):
     torch.manual_seed(7)
     same(draw(laid(whole, mesh, Replicate())), dense)
     assert torch.equal(torch.get_rng_state(), after_one)
-    cut = draw(laid(torch.ones(64, 8, dtype=torch.float64), mesh, Shard(0)))
+    cut = draw(laid(torch.ones(64, 8, dtype=DTYPE), mesh, Shard(0)))
     assert cut.placements == (Shard(0),)
     one, other = every_rank(cut.to_local())
     assert not torch.equal(one, other)
-    again = draw(laid(torch.ones(64, 8, dtype=torch.float64), mesh, Shard(0)))
+    again = draw(laid(torch.ones(64, 8, dtype=DTYPE), mesh, Shard(0)))
     assert not torch.equal(cut.to_local(), again.to_local())
     one, other = every_rank(torch.rand(4))
     assert torch.equal(one, other)
@@ -64,7 +65,7 @@ def test_draws_are_alike_on_replicas_and_unlike_on_shards(draw):
 
 @simulate(4)
 def test_on_two_axes_only_the_axes_that_cut_count():
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     x = laid(torch.ones(8, 8), mesh, Replicate(), Shard(0))
     drawn = F.dropout(x)
     parts = DTensor.from_local(drawn.to_local(), mesh, [Shard(0), Shard(0)]).full_tensor().chunk(4)
@@ -79,7 +80,7 @@ def test_dropout_backward_uses_the_mask_of_forward():
     y = F.dropout(x, 0.25)
     y.sum().backward()
     assert torch.equal(x.grad.to_local(), y.to_local())
-    kept = (y.full_tensor() != 0).double().mean().item()
+    kept = (y.full_tensor() != 0).to(DTYPE).mean().item()
     assert 0.6 < kept < 0.9
     channels = F.dropout2d(laid(torch.ones(4, 8, 3, 3), mesh, Shard(1)))
     assert channels.to_local().flatten(2).std(-1).abs().max() == 0
@@ -160,7 +161,7 @@ def test_a_module_made_on_meta_is_initialised_as_one_process_would():
         distribute_tensor(layer.weight, mesh, [Shard(0)], src_data_rank=None)
     )
     layer.bias = nn.Parameter(distribute_tensor(layer.bias, mesh, [Shard(0)], src_data_rank=None))
-    layer.to_empty(device="cpu")
+    layer.to_empty(device=DEVICE)
     torch.manual_seed(1)
     layer.reset_parameters()
     assert torch.equal(layer.weight.full_tensor(), dense.weight)
@@ -210,7 +211,7 @@ def test_dropout_under_sequence_parallel_trains():
 
 def test_states_that_differ_are_refused_on_every_rank():
     def draw():
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = init_device_mesh(DEVICE, (2, 2))
         torch.manual_seed(0 if current_rank() != 3 else 1)
         return F.dropout(laid(torch.ones(4), mesh, Replicate(), Shard(0)))
 

@@ -17,6 +17,7 @@ from hyper_parallel import (
     simulate,
 )
 from hyper_parallel.core import Packed, StridedShard
+from support.device import DEVICE
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 PLACEMENTS = [(S0, S0), (StridedShard(0, 2), S0), (R, Packed(0, (6, 2))), (P, S1), (S1, P)]
@@ -37,7 +38,7 @@ def check_pair(src_mesh, dst_mesh, src, dst):
 
 @simulate(4)
 def test_redistribute_strided_and_packed_on_two_axes():
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     for src, dst in itertools.product(PLACEMENTS, repeat=2):
         check_pair(mesh, mesh, src, dst)
 
@@ -45,7 +46,7 @@ def test_redistribute_strided_and_packed_on_two_axes():
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [3, 1, 0, 2]], ids=str)
 @simulate(4)
 def test_redistribute_to_another_mesh(ranks):
-    mesh, line = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", ranks)
+    mesh, line = init_device_mesh(DEVICE, (2, 2)), DeviceMesh(DEVICE, ranks)
     for src, dst in itertools.product(PLACEMENTS, [(S0,), (S1,), (R,), (P,)]):
         check_pair(mesh, line, src, dst)
         check_pair(line, mesh, dst, src)

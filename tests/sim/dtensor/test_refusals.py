@@ -22,6 +22,7 @@ from hyper_parallel import (
     parallelize_module,
     simulate,
 )
+from support.device import DEVICE
 from support.dtensors import line
 
 LIB = torch.library.Library("hp_writes", "FRAGMENT")
@@ -112,7 +113,7 @@ WRONG = {
     "a source that is not there": lambda mesh: distribute_tensor(
         torch.ones(4), mesh, [Shard(0)], src_data_rank=5
     ),
-    "a mesh shape that is a number": lambda mesh: init_device_mesh("cpu", 2),
+    "a mesh shape that is a number": lambda mesh: init_device_mesh(DEVICE, 2),
     "a slice by position": lambda mesh: mesh[0],
     "a model that is none": lambda mesh: parallelize_module("net", mesh, {}),
 }

@@ -18,6 +18,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.rules import names, register
+from support.device import DEVICE, DTYPE
 
 LIB = torch.library.Library("hp_test", "FRAGMENT")
 LIB.define("scaled_sum(Tensor x, Tensor y, float factor) -> Tensor")
@@ -25,7 +26,7 @@ LIB.impl("scaled_sum", lambda x, y, factor: (x + y) * factor, "CompositeImplicit
 
 
 def scaled_sum(cut):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     x = torch.arange(8.0).reshape(4, 2)
     return torch.ops.hp_test.scaled_sum(*(distribute_tensor(t, mesh, cut) for t in (x, x)), 2.0)
 
@@ -53,7 +54,7 @@ def test_a_replaced_rule_counts_at_once(monkeypatch):
     monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
 
     def placements():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         return distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).sinh().placements
 
     register("sinh", parse_rule("... -> ..."), replace=True)
@@ -96,7 +97,7 @@ def test_a_call_that_a_taught_rule_does_not_fit_is_gathered_and_says_why(monkeyp
     register_op_rule("row_means", "a b c -> c")
 
     def run():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
         return torch.ops.hp_test.row_means(x).placements
 
@@ -112,8 +113,8 @@ def test_a_taught_average_counts_uneven_pieces_and_is_not_cut_in_empty_ones(
     register_op_rule("row_means", "a -> ", reduce="avg", linear=True)
 
     def run():
-        mesh = init_device_mesh("cpu", (2,))
-        x = torch.arange(rows, dtype=torch.float64)
+        mesh = init_device_mesh(DEVICE, (2,))
+        x = torch.arange(rows, dtype=DTYPE)
         found = torch.ops.hp_test.row_means(distribute_tensor(x, mesh, [Shard(0)]))
         torch.testing.assert_close(found.full_tensor(), x.mean())
         return found.placements

@@ -10,6 +10,7 @@ from hyper_parallel import DTensor, Partial, Replicate, Shard, init_device_mesh,
 from hyper_parallel.dtensor.read import one_axis_mesh, read_mesh
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import current_rank
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, part, same, seeded
 
 
@@ -19,9 +20,9 @@ def test_what_is_asked_is_global():
     x = laid(seeded(5, 3), mesh, Shard(0))
     assert x.shape == torch.Size([5, 3]) == x.size()
     assert (x.size(0), x.size(-1), x.ndim, x.dim(), len(x)) == (5, 3, 2, 2, 5)
-    assert (x.numel(), x.nelement(), x.nbytes) == (15, 15, 120)
+    assert (x.numel(), x.nelement(), x.nbytes) == (15, 15, 15 * DTYPE.itemsize)
     assert (x.stride(), x.stride(0), x.stride(-1)) == ((3, 1), 3, 1)
-    assert (x.dtype, x.device) == (torch.float64, torch.device("cpu"))
+    assert (x.dtype, x.device.type) == (DTYPE, DEVICE)
     assert x.device_mesh is mesh
     assert x.placements == (Shard(0),)
     assert x.to_local().shape == ((2, 3), (2, 3), (1, 3), (0, 3))[current_rank()]
@@ -89,7 +90,7 @@ def test_from_local_refusals():
     with pytest.raises(LayoutError, match="Pass the mesh from init_device_mesh, or work inside"):
         DTensor.from_local(torch.ones(3))
     with pytest.raises(LayoutError, match=r"device_mesh must have one axis.*Slice it: pass mesh"):
-        one_axis_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), "here")
+        one_axis_mesh(init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp")), "here")
     with pytest.raises(LayoutError):
         DTensor.from_local(torch.tensor(1.0), mesh, [Shard(0)])
 
@@ -100,7 +101,7 @@ def test_clone_and_detach_are_tensors_of_their_own():
     copied, alias = x.clone(), x.detach()
     x.zero_()
     same(copied, seeded(4, 2))
-    same(alias, torch.zeros(4, 2).double())
+    same(alias, torch.zeros(4, 2).to(DTYPE))
     assert x.requires_grad_().detach().requires_grad is False
 
 
@@ -110,6 +111,6 @@ def test_meta_tensors_have_layouts():
     x = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)])
     assert (x + 1).shape == (4, 3)
     assert x.is_meta
-    filled = torch.empty_like(x, device="cpu")
-    assert filled.device.type == "cpu"
+    filled = torch.empty_like(x, device=DEVICE)
+    assert filled.device.type == DEVICE
     assert filled.to_local().shape == (2, 3)

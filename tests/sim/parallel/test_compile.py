@@ -16,6 +16,7 @@ from hyper_parallel import (
     parallelize_module,
     simulate,
 )
+from support.device import DEVICE, DTYPE
 
 PLAIN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 SEQUENCE = {
@@ -38,11 +39,11 @@ class Block(nn.Module):
 
 def parallel(plan):
     torch.manual_seed(0)
-    block = Block().double()
+    block = Block().to(DTYPE)
     ours = parallelize_module(
-        copy.deepcopy(block), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), plan
+        copy.deepcopy(block), init_device_mesh(DEVICE, (1,), mesh_dim_names=("tp",)), plan
     )
-    return block, ours, torch.randn(2, 4, 6, dtype=torch.float64)
+    return block, ours, torch.randn(2, 4, 6, dtype=DTYPE)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of its own code

@@ -23,19 +23,20 @@ from hyper_parallel import (
     simulate,
 )
 from support.dense import assert_same
+from support.device import DEVICE, DTYPE
 
 WHOLE = {"input_layouts": Replicate(), "output_layouts": Replicate()}
 
 
 def mesh_of(size):
-    return init_device_mesh("cpu", (size,))
+    return init_device_mesh(DEVICE, (size,))
 
 
 def check(style, *, dense=None, x=None, tp=2):
     """Compare a layer under `style`, whole to whole, with the dense one."""
     torch.manual_seed(0)
-    dense = (dense or nn.Linear(5, 7)).double()
-    x = torch.randn(3, 5, dtype=torch.float64) if x is None else x
+    dense = (dense or nn.Linear(5, 7)).to(DTYPE)
+    x = torch.randn(3, 5, dtype=DTYPE) if x is None else x
     layer = style.apply(copy.deepcopy(dense), mesh_of(tp))
     xs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     outs = [model(given) for model, given in zip((dense, layer), xs, strict=True)]
@@ -161,10 +162,10 @@ class ScaleStyle(ParallelStyle):
 def test_a_style_for_a_module_of_the_users_own(tp):
     def run():
         torch.manual_seed(0)
-        dense = nn.Sequential(nn.Linear(5, 7), Scale(7), nn.Linear(7, 2)).double()
+        dense = nn.Sequential(nn.Linear(5, 7), Scale(7), nn.Linear(7, 2)).to(DTYPE)
         plan = {"0": ColwiseParallel(), "1": ScaleStyle(), "2": RowwiseParallel()}
         net = parallelize_module(copy.deepcopy(dense), mesh_of(tp), plan)
-        x = torch.randn(3, 5, dtype=torch.float64)
+        x = torch.randn(3, 5, dtype=DTYPE)
         for model in (dense, net):
             model(x).square().sum().backward()
         assert_same(net(x), dense(x))
@@ -240,7 +241,7 @@ def test_a_linear_subclass_equals_dense(base, kind, tp):
 def test_an_embedding_subclass_equals_dense(base, tp):
     def run():
         torch.manual_seed(0)
-        dense = OwnEmbedding(7, 5).double()
+        dense = OwnEmbedding(7, 5).to(DTYPE)
         table = base(**WHOLE).apply(copy.deepcopy(dense), mesh_of(tp))
         ids = torch.tensor([[0, 6, 6], [3, 1, 2]])
         for model in (dense, table):
@@ -253,9 +254,9 @@ def test_an_embedding_subclass_equals_dense(base, tp):
 
 @simulate(2)
 def test_a_forward_replaced_on_the_instance_is_kept():
-    dense = nn.Linear(5, 7).double()
+    dense = nn.Linear(5, 7).to(DTYPE)
     dense.forward = lambda input: F.linear(input, dense.weight) * 3
-    x = torch.randn(3, 5, dtype=torch.float64)
+    x = torch.randn(3, 5, dtype=DTYPE)
     want = dense(x)
     ColwiseParallel(**WHOLE).apply(dense, mesh_of(2))
     assert_same(dense(x), want)

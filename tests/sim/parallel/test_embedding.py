@@ -21,6 +21,7 @@ from hyper_parallel import (
     simulate,
 )
 from support.dense import assert_same, cut, cut_cotangent, join, spread
+from support.device import DEVICE, DTYPE
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 TABLE_DIM = {"colwise": 1, "rowwise": 0}
@@ -32,7 +33,7 @@ def compare(kind, style, mesh, *, ids, vocab=7, width=6, arrival="plain", **opti
     """Run one table dense and parallel, on this rank; give the local output and the dense one."""
     rank, size = mesh.get_local_rank(), mesh.size()
     torch.manual_seed(0)
-    dense = nn.Embedding(vocab, width, dtype=torch.float64, **options)
+    dense = nn.Embedding(vocab, width, dtype=DTYPE, **options)
     table = style.apply(copy.deepcopy(dense), mesh)
     y = dense(ids)
     grad = torch.randn_like(y)
@@ -56,7 +57,7 @@ def compare(kind, style, mesh, *, ids, vocab=7, width=6, arrival="plain", **opti
 
 def compare_all(tp, cases):
     def run():
-        mesh = init_device_mesh("cpu", (tp,))
+        mesh = init_device_mesh(DEVICE, (tp,))
         return [compare(kind, style, mesh, **options) for kind, style, options in cases]
 
     for (_, style, _), *ranks in zip(cases, *simulate(tp).run(run), strict=True):
@@ -119,7 +120,7 @@ def test_ids_of_any_number_of_dims(kind, shape):
 @pytest.mark.parametrize("kind", STYLES)
 def test_an_unknown_id_raises_on_every_rank_as_dense_does(kind, wrong, vocab, width):
     def run():
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         style = STYLES[kind](input_layouts=Replicate(), output_layouts=Replicate())
         return style.apply(nn.Embedding(vocab, width), mesh)(torch.tensor([[0, wrong]]))
 
@@ -147,9 +148,9 @@ def test_two_tables_of_one_height(parallel):
             return self.out(self.e1(ids)) + self.e2(ids)
 
     def run():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         torch.manual_seed(0)
-        dense = Net().double()
+        dense = Net().to(DTYPE)
         if parallel == "hidden":
             style = ColwiseParallel(output_layouts=Replicate())
         else:
@@ -183,13 +184,13 @@ def test_an_option_that_needs_the_whole_table_is_refused(style, option, value):
     table = nn.Embedding(7, 4, **{option: value})
     before = table.weight
     with pytest.raises(PlanError, match=f"must not use {option}, but got {option}={value}"):
-        style().apply(table, init_device_mesh("cpu", (2,)))
+        style().apply(table, init_device_mesh(DEVICE, (2,)))
     assert table.weight is before
 
 
 @simulate(2)
 def test_a_frozen_table_and_no_grad():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     table = nn.Embedding(7, 4).requires_grad_(False)
     want = table(torch.tensor([1, 6]))
     RowwiseParallel(input_layouts=Replicate()).apply(table, mesh)
@@ -202,7 +203,7 @@ def test_a_frozen_table_and_no_grad():
 @simulate(2)
 def test_a_deep_copy_of_a_table_trains_apart_from_its_original():
     table = RowwiseParallel(input_layouts=Replicate()).apply(
-        nn.Embedding(7, 4), init_device_mesh("cpu", (2,))
+        nn.Embedding(7, 4), init_device_mesh(DEVICE, (2,))
     )
     copied = copy.deepcopy(table)
     copied(torch.tensor([1, 6])).sum().backward()
@@ -213,7 +214,7 @@ def test_a_deep_copy_of_a_table_trains_apart_from_its_original():
 @simulate(2)
 def test_a_plain_table_assigned_later_is_refused():
     style = RowwiseParallel(input_layouts=Replicate())
-    table = style.apply(nn.Embedding(7, 4), init_device_mesh("cpu", (2,)))
+    table = style.apply(nn.Embedding(7, 4), init_device_mesh(DEVICE, (2,)))
     table.weight = nn.Parameter(torch.ones(7, 4))
     with pytest.raises(PlanError, match="the parameters must stay the DTensors"):
         table(torch.tensor([1]))

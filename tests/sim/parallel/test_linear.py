@@ -26,6 +26,7 @@ from hyper_parallel import (
     simulate,
 )
 from support.dense import assert_same, cut, cut_cotangent, join, spread
+from support.device import DEVICE, DTYPE
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 PLACES = [Replicate(), Shard(-1), Shard(0), Shard(1), Partial()]
@@ -102,7 +103,7 @@ def compare_all(tp, cases):
     """Compare the cases on every rank, and the joined outputs."""
 
     def run():
-        mesh = init_device_mesh("cpu", (tp,))
+        mesh = init_device_mesh(DEVICE, (tp,))
         return [compare(case, mesh) for case in cases]
 
     for case, *ranks in zip(cases, *simulate(tp).run(run), strict=True):
@@ -120,7 +121,7 @@ def styles(kind, givens, wanteds, **options):
 @pytest.mark.parametrize("kind", STYLES)
 def test_every_pair_of_layouts_equals_dense(kind, given, tp):
     torch.manual_seed(1)
-    x = torch.randn(3, 5, 7, dtype=torch.float64)
+    x = torch.randn(3, 5, 7, dtype=DTYPE)
     compare_all(
         tp,
         [
@@ -135,7 +136,7 @@ def test_every_pair_of_layouts_equals_dense(kind, given, tp):
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", STYLES)
 def test_positive_dims_are_the_negative_ones(kind, tp):
-    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    x = torch.randn(2, 4, 8, dtype=DTYPE)
     places = [Shard(2), Shard(-2), Shard(-3)]
     compare_all(tp, [Case(style, x) for style in styles(kind, places, places)])
 
@@ -152,7 +153,7 @@ def test_other_dtypes_equal_dense(kind, dtype):
 @pytest.mark.parametrize("kind", STYLES)
 def test_inputs_of_one_to_four_dims_equal_dense(kind, shape):
     torch.manual_seed(3)
-    x = torch.randn(*shape, dtype=torch.float64)
+    x = torch.randn(*shape, dtype=DTYPE)
     places = [Replicate(), Shard(-1), Partial()]
     if len(shape) > 1:
         places += [Shard(0), Shard(-2)]
@@ -172,7 +173,7 @@ def test_inputs_of_one_to_four_dims_equal_dense(kind, shape):
 @pytest.mark.parametrize("kind", STYLES)
 def test_more_ranks_than_rows_equals_dense(kind, in_features, out_features, rows):
     torch.manual_seed(4)
-    x = torch.randn(2, rows, in_features, dtype=torch.float64)
+    x = torch.randn(2, rows, in_features, dtype=DTYPE)
     places = [Replicate(), Shard(-1), Shard(1), Partial()]
     compare_all(4, [Case(s, x, out_features=out_features) for s in styles(kind, places, places)])
 
@@ -182,15 +183,15 @@ def test_a_cut_between_blocks_keeps_heads_whole(tp):
     heads, width = 4, 3
 
     def run():
-        mesh = init_device_mesh("cpu", (tp,))
+        mesh = init_device_mesh(DEVICE, (tp,))
         rank = mesh.get_local_rank()
         torch.manual_seed(0)
-        dense = nn.Sequential(nn.Linear(5, heads * width), nn.Linear(heads * width, 5)).double()
+        dense = nn.Sequential(nn.Linear(5, heads * width), nn.Linear(heads * width, 5)).to(DTYPE)
         net = copy.deepcopy(dense)
         block = Shard(-1, block=width)
         ColwiseParallel(output_layouts=block).apply(net[0], mesh)
         RowwiseParallel(input_layouts=block).apply(net[1], mesh)
-        x = torch.randn(2, 5, dtype=torch.float64)
+        x = torch.randn(2, 5, dtype=DTYPE)
         hidden = net[0](x)
         per_rank = -(-heads // tp)
         mine = min(per_rank, max(heads - per_rank * rank, 0))
@@ -206,7 +207,7 @@ def test_a_cut_between_blocks_keeps_heads_whole(tp):
 # ---------------------------------------------------------------------- how it is trained
 
 
-def pair(hidden=10, dtype=torch.float64, bias=True):
+def pair(hidden=10, dtype=DTYPE, bias=True):
     """Make a column-wise and a row-wise Linear with a GELU between."""
     torch.manual_seed(5)
     return nn.Sequential(
@@ -244,8 +245,8 @@ def test_frozen_parameters_get_no_gradient(frozen):
     for name, param in dense.named_parameters():
         if frozen == "all" or frozen == name or (frozen == "only bias" and "bias" not in name):
             param.requires_grad_(False)
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (3,)))
-    x = torch.randn(4, 6, dtype=torch.float64)
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (3,)))
+    x = torch.randn(4, 6, dtype=DTYPE)
     inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     dense(inputs[0]).square().sum().backward()
     net(inputs[1]).square().sum().backward()
@@ -255,9 +256,9 @@ def test_frozen_parameters_get_no_gradient(frozen):
 
 @simulate(2)
 def test_freezing_after_apply_is_respected():
-    net = parallel_pair(pair(), init_device_mesh("cpu", (2,)))
+    net = parallel_pair(pair(), init_device_mesh(DEVICE, (2,)))
     net[0].requires_grad_(False)
-    net(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
+    net(torch.randn(4, 6, dtype=DTYPE)).sum().backward()
     assert net[0].weight.grad is None
     assert net[0].bias.grad is None
     assert net[2].weight.grad is not None
@@ -267,11 +268,11 @@ def test_freezing_after_apply_is_respected():
 @pytest.mark.parametrize("use_local_output", [True, False])
 @simulate(3)
 def test_without_grad_equals_dense(context, use_local_output):
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = init_device_mesh(DEVICE, (3,))
     torch.manual_seed(0)
-    x = torch.randn(4, 6, dtype=torch.float64)
+    x = torch.randn(4, 6, dtype=DTYPE)
     for style in (ColwiseParallel, RowwiseParallel):
-        dense = nn.Linear(6, 5, dtype=torch.float64)
+        dense = nn.Linear(6, 5, dtype=DTYPE)
         options = {"input_layouts": Replicate(), "output_layouts": Replicate()}
         layer = style(**options, use_local_output=use_local_output).apply(
             copy.deepcopy(dense), mesh
@@ -288,12 +289,12 @@ def test_without_grad_equals_dense(context, use_local_output):
 @simulate(2)
 def test_autocast_is_close_to_dense_autocast(parameters, inputs):
     dense = pair(dtype=parameters)
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (2,)))
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (2,)))
     x = torch.randn(4, 6, dtype=inputs)
     xs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     outs = []
     for model, given in zip((dense, net), xs, strict=True):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             out = model(given)
         out.float().square().sum().backward()
         outs.append(out)
@@ -310,9 +311,9 @@ def test_autocast_is_close_to_dense_autocast(parameters, inputs):
 @simulate(2)
 def test_gradients_accumulate_over_calls():
     dense = pair()
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (2,)))
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (2,)))
     for _ in range(3):
-        x = torch.randn(4, 6, dtype=torch.float64)
+        x = torch.randn(4, 6, dtype=DTYPE)
         for model in (dense, net):
             model(x).square().sum().backward()
     check_grads(net, dense)
@@ -320,10 +321,10 @@ def test_gradients_accumulate_over_calls():
 
 @simulate(2)
 def test_one_layer_used_twice_in_a_graph():
-    dense = nn.Linear(6, 6, dtype=torch.float64)
+    dense = nn.Linear(6, 6, dtype=DTYPE)
     style = ColwiseParallel(output_layouts=Replicate())
-    layer = style.apply(copy.deepcopy(dense), init_device_mesh("cpu", (2,)))
-    x = torch.randn(4, 6, dtype=torch.float64)
+    layer = style.apply(copy.deepcopy(dense), init_device_mesh(DEVICE, (2,)))
+    x = torch.randn(4, 6, dtype=DTYPE)
     for model in (dense, layer):
         model(torch.tanh(model(x))).square().sum().backward()
     assert_same(layer.weight.grad.full_tensor(), dense.weight.grad)
@@ -333,8 +334,8 @@ def test_one_layer_used_twice_in_a_graph():
 @simulate(2)
 def test_retain_graph_runs_backward_twice():
     dense = pair()
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (2,)))
-    x = torch.randn(4, 6, dtype=torch.float64)
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (2,)))
+    x = torch.randn(4, 6, dtype=DTYPE)
     for model in (dense, net):
         loss = model(x).square().sum()
         loss.backward(retain_graph=True)
@@ -348,7 +349,7 @@ def test_retain_graph_runs_backward_twice():
 @simulate(2)
 def test_create_graph_is_refused(kind):
     layer = STYLES[kind](input_layouts=Replicate(), output_layouts=Replicate()).apply(
-        nn.Linear(4, 4), init_device_mesh("cpu", (2,))
+        nn.Linear(4, 4), init_device_mesh(DEVICE, (2,))
     )
     x = torch.ones(2, 4, requires_grad=True)
     y = layer(x).square().sum()
@@ -360,8 +361,8 @@ def test_create_graph_is_refused(kind):
 @simulate(3)
 def test_activation_checkpointing_equals_dense(reentrant):
     dense = pair()
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (3,)))
-    x = torch.randn(4, 6, dtype=torch.float64)
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (3,)))
+    x = torch.randn(4, 6, dtype=DTYPE)
     xs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     dense(xs[0]).square().sum().backward()
     checkpoint(net, xs[1], use_reentrant=reentrant).square().sum().backward()
@@ -372,8 +373,8 @@ def test_activation_checkpointing_equals_dense(reentrant):
 @simulate(3)
 def test_a_deep_copy_trains_apart_from_its_original():
     dense = pair()
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (3,)))
-    x = torch.randn(4, 6, dtype=torch.float64)
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (3,)))
+    x = torch.randn(4, 6, dtype=DTYPE)
     net(x).sum().backward()  # plans are cached now
     net.zero_grad()
     copied = copy.deepcopy(net)
@@ -393,7 +394,7 @@ def test_a_deep_copy_trains_apart_from_its_original():
 
 @simulate(2)
 def test_an_in_place_change_of_a_saved_operand_is_found():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     layer = ColwiseParallel().apply(nn.Linear(4, 4), mesh)
     x = torch.ones(2, 4)
     y = layer(x)
@@ -412,7 +413,7 @@ def test_an_in_place_change_of_a_saved_operand_is_found():
 def test_the_input_of_a_frozen_layer_may_be_changed_in_place_as_in_a_dense_one(kind):
     dense = nn.Linear(4, 4).requires_grad_(False)
     style = STYLES[kind](input_layouts=Replicate(), output_layouts=Replicate())
-    layer = style.apply(copy.deepcopy(dense), init_device_mesh("cpu", (2,)))
+    layer = style.apply(copy.deepcopy(dense), init_device_mesh(DEVICE, (2,)))
     grads = []
     for model in (dense, layer):
         leaf = torch.ones(2, 4, requires_grad=True)
@@ -428,7 +429,7 @@ def test_the_input_of_a_frozen_layer_may_be_changed_in_place_as_in_a_dense_one(k
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @simulate(2)
 def test_a_plain_parameter_assigned_later_is_refused(kind, name):
-    layer = STYLES[kind]().apply(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
+    layer = STYLES[kind]().apply(nn.Linear(4, 4), init_device_mesh(DEVICE, (2,)))
     x = torch.ones(1, 4 if kind == "colwise" else 2)
     layer(x)
     setattr(layer, name, nn.Parameter(torch.ones(4, 4) if name == "weight" else torch.ones(4)))
@@ -441,9 +442,9 @@ def test_a_plain_parameter_assigned_later_is_refused(kind, name):
 @simulate(3)
 def test_a_batch_of_nothing_equals_dense():
     dense = pair()
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (3,)))
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (3,)))
     for model in (dense, net):
-        out = model(torch.empty(0, 6, dtype=torch.float64))
+        out = model(torch.empty(0, 6, dtype=DTYPE))
         assert out.shape == (0, 3)
         out.sum().backward()
     check_grads(net, dense)
@@ -452,20 +453,20 @@ def test_a_batch_of_nothing_equals_dense():
 @simulate(2)
 def test_a_converted_module_follows_its_new_dtype():
     dense = pair(dtype=torch.float32)
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (2,)))
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (2,)))
     x = torch.randn(4, 6)
     net(x)
-    dense, net = dense.double(), net.double()
+    dense, net = dense.to(DTYPE), net.to(DTYPE)
     for model in (dense, net):
-        model(x.double()).square().sum().backward()
+        model(x.to(DTYPE)).square().sum().backward()
     check_grads(net, dense)
 
 
 @simulate(2)
 def test_functional_call_with_other_weights_reaches_them():
     dense = pair()
-    net = parallel_pair(copy.deepcopy(dense), init_device_mesh("cpu", (2,)))
-    x = torch.randn(4, 6, dtype=torch.float64)
+    net = parallel_pair(copy.deepcopy(dense), init_device_mesh(DEVICE, (2,)))
+    x = torch.randn(4, 6, dtype=DTYPE)
     results = []
     for model in (dense, net):
         scaled = {name: p * 2 for name, p in model.named_parameters()}
@@ -480,7 +481,7 @@ def test_complex_weights_equal_dense(kind):
     torch.manual_seed(0)
     dense = nn.Linear(4, 6, dtype=torch.complex128)
     style = STYLES[kind](input_layouts=Replicate(), output_layouts=Replicate())
-    layer = style.apply(copy.deepcopy(dense), init_device_mesh("cpu", (2,)))
+    layer = style.apply(copy.deepcopy(dense), init_device_mesh(DEVICE, (2,)))
     x = torch.randn(3, 4, dtype=torch.complex128)
     xs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     for model, given in zip((dense, layer), xs, strict=True):
@@ -494,12 +495,12 @@ def test_complex_weights_equal_dense(kind):
 @simulate(3)
 def test_a_pending_average_equals_dense(kind, which):
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (3,))
-    dense = nn.Linear(4, 6, dtype=torch.float64)
+    mesh = init_device_mesh(DEVICE, (3,))
+    dense = nn.Linear(4, 6, dtype=DTYPE)
     places = {"input_layouts": Replicate(), "output_layouts": Replicate()}
     places[f"{which}_layouts"] = Partial("avg")
     layer = STYLES[kind](**places).apply(copy.deepcopy(dense), mesh)
-    x = torch.randn(2, 4, dtype=torch.float64)
+    x = torch.randn(2, 4, dtype=DTYPE)
     dense_x = x.clone().requires_grad_()
     y = dense(dense_x)
     y.square().sum().backward()
@@ -539,17 +540,17 @@ def test_a_pending_average_equals_dense(kind, which):
 @pytest.mark.parametrize("grad", [True, False])
 @simulate(2)
 def test_an_input_that_does_not_fit_is_refused_on_every_rank(style, shape, grad):
-    layer = style.apply(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
+    layer = style.apply(nn.Linear(4, 4), init_device_mesh(DEVICE, (2,)))
     with torch.set_grad_enabled(grad), pytest.raises(LayoutError, match=type(style).__name__):
         layer(torch.ones(shape))
 
 
 def test_a_failure_on_one_rank_does_not_send_it_into_another_exchange():
     def run():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         layer = ColwiseParallel(input_layouts=Shard(1)).apply(nn.Linear(4, 4), mesh)
         if mesh.get_local_rank() == 1:
-            layer.double()
+            layer.to(DTYPE)
         return layer(torch.ones(2, 2, 4)).shape
 
     first, second = simulate(2).outcomes(run)

@@ -24,6 +24,7 @@ from hyper_parallel import (
     simulate,
 )
 from support.dense import assert_same
+from support.device import DEVICE, DTYPE
 
 MODEL = Path(__file__).parents[3] / "examples" / "model.py"
 SMALL = {"vocab": 24, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 4, "mlp_multiple": 4}
@@ -48,9 +49,9 @@ def train_step(model, tokens):
     return logits.detach()
 
 
-def check(config, *, tp, positions, sequence_parallel, dtype=torch.float64):
+def check(config, *, tp, positions, sequence_parallel, dtype=DTYPE):
     """Run one step dense and parallel on this rank, and compare everything."""
-    mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (tp,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     dense = demo.Decoder(config).to(dtype)
     for name, param in dense.named_parameters():
@@ -106,7 +107,7 @@ def test_sizes_that_do_not_divide_equal_one_process(vocab, multiple, sequence_pa
 
 def outcomes_of(config, tp, plan=None):
     def run():
-        mesh = init_device_mesh("cpu", (tp,))
+        mesh = init_device_mesh(DEVICE, (tp,))
         model = demo.Decoder(config)
         parallelize_module(model, mesh, plan or demo.tp_plan(config))
         return model(torch.zeros(1, 4, dtype=torch.long))
@@ -142,9 +143,9 @@ def test_heads_in_blocks_equal_one_process(heads, kv_heads, tp):
     blocks = {"wq": group, "wk": 4, "wv": 4}
 
     def run():
-        mesh = init_device_mesh("cpu", (tp,))
+        mesh = init_device_mesh(DEVICE, (tp,))
         torch.manual_seed(0)
-        dense = demo.Decoder(config).double()
+        dense = demo.Decoder(config).to(DTYPE)
         plan = demo.tp_plan(config)
         for layer in range(config.layers):
             attention = f"layers.{layer}.attention"
@@ -186,7 +187,7 @@ def test_layers_side_by_side_that_belong_together_no_closer_are_left_alone(one, 
     @simulate(tp)
     def run():
         plan = {"*": ColwiseParallel()}
-        parallelize_module(Side(one, two), init_device_mesh("cpu", (tp,)), plan)
+        parallelize_module(Side(one, two), init_device_mesh(DEVICE, (tp,)), plan)
 
     run()
 
@@ -194,7 +195,7 @@ def test_layers_side_by_side_that_belong_together_no_closer_are_left_alone(one, 
 def test_unlike_layers_side_by_side_are_taken_where_dtensors_or_whole_features_leave_them():
     @simulate(4)
     def run():
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = init_device_mesh(DEVICE, (4,))
         with pytest.raises(PlanError, match="10 features must be cut over 4 ranks"):
             parallelize_module(Side((4, 10), (4, 5)), mesh, {"*": ColwiseParallel()})
         for style in (
@@ -212,7 +213,7 @@ def test_a_block_that_does_not_divide_is_refused_by_name():
         net = nn.Sequential(nn.Linear(4, 6))
         style = ColwiseParallel(output_layouts=Shard(-1, block=4))
         with pytest.raises(LayoutError, match=r"ColwiseParallel on '0': .*block"):
-            parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": style})
+            parallelize_module(net, init_device_mesh(DEVICE, (2,)), {"0": style})
 
     run()
 
@@ -224,11 +225,11 @@ def test_a_block_that_does_not_divide_is_refused_by_name():
 @simulate(4)
 def test_a_column_and_row_pair_equals_dense_for_any_hidden_size(hidden):
     torch.manual_seed(0)
-    dense = nn.Sequential(nn.Linear(6, hidden), nn.GELU(), nn.Linear(hidden, 3)).double()
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    dense = nn.Sequential(nn.Linear(6, hidden), nn.GELU(), nn.Linear(hidden, 3)).to(DTYPE)
+    mesh = init_device_mesh(DEVICE, (4,), mesh_dim_names=("tp",))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     net = parallelize_module(copy.deepcopy(dense), mesh, plan)
-    x = torch.randn(5, 6, dtype=torch.float64)
+    x = torch.randn(5, 6, dtype=DTYPE)
     outs = []
     for model in (dense, net):
         outs.append(model(x))
@@ -252,8 +253,8 @@ class Block(nn.Module):
 @simulate(2)
 def test_plain_parts_of_an_odd_sequence_equal_dense(length, cuts):
     torch.manual_seed(0)
-    dense = Block().double()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dense = Block().to(DTYPE)
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
     rank = mesh.get_local_rank()
     plan = {
         "norm": SequenceParallel(),
@@ -261,7 +262,7 @@ def test_plain_parts_of_an_odd_sequence_equal_dense(length, cuts):
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
     block = parallelize_module(copy.deepcopy(dense), mesh, plan)
-    x = torch.randn(3, length, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, length, 8, dtype=DTYPE, requires_grad=True)
     part = x.detach().tensor_split(cuts, 1)[rank].clone().requires_grad_()
     y, y_part = dense(x), block(part)
     grad = torch.randn_like(y)
@@ -275,7 +276,7 @@ def test_plain_parts_of_an_odd_sequence_equal_dense(length, cuts):
 
 def test_parts_that_are_no_chunks_are_refused_on_every_rank_before_any_tensor_moves():
     def run():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
         block = parallelize_module(Block(), mesh, plan)
         x = torch.ones(3, 5, 8)

@@ -23,11 +23,12 @@ from hyper_parallel import (
     simulate,
 )
 from support.dense import assert_same
+from support.device import DEVICE, DTYPE
 
 
 def mesh_of(*shape):
     names = ("dp", "tp")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
 
 
 class Layer(nn.Module):
@@ -124,7 +125,7 @@ def test_the_empty_key_takes_its_data_from_the_same_rank(src_data_rank):
 @simulate(2)
 def test_a_root_plan_and_then_one_for_each_layer():
     torch.manual_seed(0)
-    dense = Net().double()
+    dense = Net().to(DTYPE)
     mesh = mesh_of(2)
     net = copy.deepcopy(dense)
     parallelize_module(
@@ -270,7 +271,7 @@ def test_a_mesh_of_two_axes_must_be_sliced():
 def test_a_rank_outside_the_mesh_is_refused():
     from hyper_parallel import DeviceMesh
 
-    mesh = DeviceMesh("cpu", [0, 2])
+    mesh = DeviceMesh(DEVICE, [0, 2])
     layer = nn.Linear(4, 4)
     if mesh.get_coordinate() is None:
         with pytest.raises(LayoutError, match="rank 1 not in mesh"):
@@ -378,7 +379,7 @@ def test_whose_parameters_count(src_data_rank):
 
 def tied_net():
     torch.manual_seed(0)
-    net = Net(1).double()
+    net = Net(1).to(DTYPE)
     net.head.weight = net.embed.weight
     return net
 
@@ -459,7 +460,7 @@ def test_parameters_on_the_meta_device_are_cut_without_data():
     parallelize_module(net, mesh_of(2), {"0": ColwiseParallel(), "1": RowwiseParallel()})
     assert net[0].weight.to_local().shape == (3, 4)
     assert net[1].weight.device.type == "meta"
-    net.to_empty(device="cpu")
+    net.to_empty(device=DEVICE)
     for param in net.parameters():
         nn.init.ones_(param)
     assert net(torch.ones(1, 4)).tolist() == [[31.0] * 4]

@@ -17,6 +17,7 @@ from hyper_parallel import (
     parallelize_module,
     simulate,
 )
+from support.device import DEVICE, DTYPE, TOLERANCE
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
@@ -24,10 +25,10 @@ PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 def pair():
     """Give a dense net, its parallel copy, and an input."""
     torch.manual_seed(0)
-    dense = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    dense = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(DTYPE)
     ours = copy.deepcopy(dense)
-    parallelize_module(ours, init_device_mesh("cpu", (2,)), PLAN)
-    return dense, ours, torch.randn(3, 6, dtype=torch.float64)
+    parallelize_module(ours, init_device_mesh(DEVICE, (2,)), PLAN)
+    return dense, ours, torch.randn(3, 6, dtype=DTYPE)
 
 
 def loss_of(net, x):
@@ -36,7 +37,9 @@ def loss_of(net, x):
 
 def same(ours, dense):
     assert isinstance(ours, DTensor)
-    torch.testing.assert_close(ours.full_tensor(), dense, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ours.full_tensor(), dense, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE]
+    )
 
 
 def same_grads(ours, dense):
@@ -131,7 +134,7 @@ def test_a_deep_copy_trains_alone():
 @simulate(2)
 def test_a_loaded_state_is_used_and_trained():
     _, ours, x = pair()
-    other = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    other = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(DTYPE)
     ours.load_state_dict(other.state_dict())  # whole tensors: every rank takes its part
     loss_of(other, x).backward()
     loss_of(ours, x).backward()

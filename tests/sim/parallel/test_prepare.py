@@ -22,12 +22,13 @@ from hyper_parallel import (
     simulate,
 )
 from support.dense import assert_same, cut_cotangent, spread
+from support.device import DEVICE, DTYPE
 
 PLACES = [Replicate(), Shard(0), Shard(1), Shard(-1), Partial()]
 
 
 def mesh_of(size):
-    return init_device_mesh("cpu", (size,))
+    return init_device_mesh(DEVICE, (size,))
 
 
 class Seen(nn.Module):
@@ -61,7 +62,7 @@ def test_values_and_gradients_pass_every_pair_of_layouts(side, declared, desired
     mesh = mesh_of(3)
     rank = mesh.get_local_rank()
     torch.manual_seed(0)
-    x, grad = (torch.randn(4, 5, 2, dtype=torch.float64) for _ in range(2))
+    x, grad = (torch.randn(4, 5, 2, dtype=DTYPE) for _ in range(2))
     if side == "input":
         style = PrepareModuleInput(
             input_layouts=declared, desired_input_layouts=desired, use_local_output=local
@@ -315,11 +316,11 @@ def masked_style(name):
 @simulate(2)
 def test_a_misspelt_keyword_is_refused_when_the_style_is_applied():
     with pytest.raises(PlanError, match=r"must name arguments of .* Did you mean 'mask'"):
-        masked_style("maskk").apply(Masked(), init_device_mesh("cpu", (2,)))
+        masked_style("maskk").apply(Masked(), init_device_mesh(DEVICE, (2,)))
 
 
 @simulate(2)
 def test_a_keyword_input_passed_by_position_is_refused():
-    net = masked_style("mask").apply(Masked(), init_device_mesh("cpu", (2,)))
+    net = masked_style("mask").apply(Masked(), init_device_mesh(DEVICE, (2,)))
     with pytest.raises(PlanError, match="must be passed by keyword"):
         net(torch.ones(2), torch.ones(2))

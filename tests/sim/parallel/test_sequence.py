@@ -24,10 +24,11 @@ from hyper_parallel import (
 )
 from hyper_parallel.parallel.sizes import ScopedForward
 from support.dense import assert_same, cut
+from support.device import DEVICE, DTYPE
 
 
 def mesh_of(size):
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    return init_device_mesh(DEVICE, (size,), mesh_dim_names=("tp",))
 
 
 class MyNorm(nn.Module):
@@ -84,8 +85,8 @@ def test_rows_alone_equal_dense(kind, arrival, length):
     mesh = mesh_of(3)
     rank = mesh.get_local_rank()
     torch.manual_seed(0)
-    dense = MODULES[kind](6).double()
-    x = torch.randn(2, length, 6, dtype=torch.float64, requires_grad=True)
+    dense = MODULES[kind](6).to(DTYPE)
+    x = torch.randn(2, length, 6, dtype=DTYPE, requires_grad=True)
     y = dense(x)
     grad = torch.randn_like(y)
     y.backward(grad)
@@ -426,9 +427,9 @@ def test_checkpointing_a_block_exchanges_alike_on_every_rank():
 
     mesh = mesh_of(2)
     torch.manual_seed(0)
-    dense = Block().double()
+    dense = Block().to(DTYPE)
     net = parallelize_module(copy.deepcopy(dense), mesh, block_plan())
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    x = torch.randn(2, 5, 8, dtype=DTYPE)
     part = cut(x, 1, mesh.get_local_rank(), 2).requires_grad_()
     y = checkpoint(net, part, use_reentrant=False)
     y.square().sum().backward()

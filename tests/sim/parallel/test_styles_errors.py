@@ -21,6 +21,7 @@ from hyper_parallel import (
     init_device_mesh,
     simulate,
 )
+from support.device import DEVICE
 
 NAMES = [
     "ColwiseParallel",
@@ -34,7 +35,7 @@ NAMES = [
 
 
 def mesh_of(size):
-    return init_device_mesh("cpu", (size,))
+    return init_device_mesh(DEVICE, (size,))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -188,7 +189,7 @@ def test_an_input_that_is_no_tensor_is_refused(kind, style):
 
 @simulate(2)
 def test_a_dtensor_on_another_mesh_is_refused_by_name():
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
     for module, x in (
         (nn.Linear(4, 4), torch.ones(2, 4)),
         (nn.Embedding(4, 4), torch.zeros(2, dtype=torch.long)),

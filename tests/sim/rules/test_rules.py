@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.core import AbstractMesh, Layout
 from hyper_parallel.core.factor import BoundRule, bind
 from hyper_parallel.core.placement import Partial, Placement, Shard
 from hyper_parallel.core.propagate import Decision, choices
-from hyper_parallel.core.rule import OpRule
+from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.dtensor.decisions import Spec, spec_of
 from hyper_parallel.dtensor.local_forms import form_of
 from hyper_parallel.dtensor.signatures import bind_call, op_name
 from hyper_parallel.rules import Call, find, names
-from support.op_calls import CALLS, EVEN, NOT_CALLED, OpCall
+from support.op_calls import CALLS, EVEN, NOT_CALLED, UNEVEN, OpCall
 
 # A random draw, and memory as it comes: there is nothing to compare.
 NO_VALUES = {"empty_like"}
@@ -140,55 +141,61 @@ def join(parts: list[torch.Tensor], placement: Placement) -> torch.Tensor:
     return parts[0]
 
 
-def run_choice(op: Op, decision: Decision, count: int) -> None:
+@dataclass
+class Whole:
+    """What an op gives on whole operands, and gradients for drawn cotangents."""
+
+    values: list[torch.Tensor]
+    cotangents: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, op: Op) -> Whole:
+        values, _ = forward_backward(op, op.operands, None, None)
+        cotangents = [draw_like(r, i) for i, r in enumerate(values)]
+        return cls(values, cotangents, forward_backward(op, op.operands, None, cotangents)[1])
+
+
+def run_choice(op: Op, whole: Whole, decision: Decision, count: int) -> None:
     """Run an op on every rank as a decision says; compare values and gradients with the whole."""
-    whole, expected = forward_backward(op, op.operands, None, None)
-    cotangents = [draw_like(r, i) for i, r in enumerate(whole)]
-    whole, expected = forward_backward(op, op.operands, None, cotangents)
-    shapes = [tuple(r.shape) for r in whole]
-    pairs = zip(op.operands, [p for p in decision.inputs if p], strict=True)
-    pieces = [split(x.detach(), p[0], count) for x, p in pairs]
+    shapes = [tuple(r.shape) for r in whole.values]
+    placed = [p[0] for p in decision.inputs if p]
+    pieces = [split(x.detach(), p, count) for x, p in zip(op.operands, placed, strict=True)]
+    outs = [p[0] for p in decision.outputs]
     incoming = [
-        split(g / d, p[0], count) if p[0].is_shard() else [g / d] * count
-        for g, p, d in zip(cotangents, decision.outputs, decision.divisors, strict=True)
+        split(g / d, p, count) if p.is_shard() else [g / d] * count
+        for g, p, d in zip(whole.cotangents, outs, decision.divisors, strict=True)
     ]
     form = form_of(op.name, op.static) if decision.shifts or op.bound.rule.local else None
-    values: list[Any] = []
-    gradients: list[Any] = []
+    values: list[list[torch.Tensor]] = []
+    gradients: list[list[Any]] = []
     for rank in range(count):
         mesh = Rank("cpu", (count,))
         mesh.rank = rank
-        present = [
-            (i, Layout(mesh, p, s))
-            for i, (p, s) in enumerate(zip(decision.inputs, op.bound.shapes, strict=True))
-            if p is not None and s is not None
-        ]
+        pairs = enumerate(zip(decision.inputs, op.bound.shapes, strict=True))
+        present = [(i, Layout(mesh, p, s)) for i, (p, s) in pairs if p and s is not None]
         spec = spec_of(form, decision, present, shapes)
         local = [
             piece[rank].detach().clone().requires_grad_(x.requires_grad)
             for piece, x in zip(pieces, op.operands, strict=True)
         ]
-        found = forward_backward(op, local, spec, [g[rank] for g in incoming])
-        values.append(found[0])
-        empty = spec.has_empty  # there the library gives zeros where torch gives nothing
+        results, grads = forward_backward(op, local, spec, [g[rank] for g in incoming])
+        values.append(results)
+        # Where some rank has no elements, the library gives zeros for what torch leaves out.
+        settled = zip(local, grads, strict=True)
         gradients.append(
-            [
-                torch.zeros_like(x) if g is None and empty else g
-                for x, g in zip(local, found[1], strict=True)
-            ]
+            [torch.zeros_like(x) if g is None and spec.has_empty else g for x, g in settled]
         )
-    for i, expected_value in enumerate(whole):
+    for i, expected in enumerate(whole.values):
         if op.name not in NO_VALUES:
-            joined = join([v[i] for v in values], decision.outputs[i][0])
-            torch.testing.assert_close(joined, expected_value, equal_nan=True)
-    is_smooth = not any(
-        isinstance(p[0], Partial) and p[0].reduce_op in ("max", "min", "product")
-        for p in decision.outputs
-    )
-    lies = [p for p in decision.gradients if p]
-    for i, wanted in enumerate(expected):
+            joined = join([v[i] for v in values], outs[i])
+            torch.testing.assert_close(joined, expected, equal_nan=True)
+    # Without a gradient here: dispatch leaves these choices out where one is needed.
+    is_smooth = not any(isinstance(p, Partial) and p.reduce_op not in ("sum", "avg") for p in outs)
+    lies = [p[0] for p in decision.gradients if p]
+    for i, wanted in enumerate(whole.gradients):
         if wanted is not None and is_smooth:
-            joined = join([g[i] for g in gradients], lies[i][0])
+            joined = join([g[i] for g in gradients], lies[i])
             torch.testing.assert_close(joined, wanted, equal_nan=True)
 
 
@@ -216,11 +223,11 @@ def forward_backward(
 
 def check(op: Op, count: int, check_cut: bool = True) -> list[str]:
     """Try every choice on one axis; say what is wrong: what differs, and factors never cut."""
-    found = choices(op.bound, count)
+    found, whole = choices(op.bound, count), Whole.of(op)
     wrong: list[str] = []
     for decision in found:
         try:
-            run_choice(op, decision, count)
+            run_choice(op, whole, decision, count)
         except (AssertionError, RuntimeError, ValueError, IndexError) as error:
             wrong.append(f"{decision.why}: {error}")
     if not check_cut:
@@ -247,3 +254,53 @@ def test_rule_every_choice_gives_the_whole_op(name: str, count: int) -> None:
         assert op.name == name, f"{case.shapes}: the call is one of {op.name}"
         wrong = check(op, count)
         assert not wrong, f"{op.bound.rule} on {case.shapes}: {wrong}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_rule_holds_for_uneven_pieces_and_pieces_without_elements(name: str) -> None:
+    for case in CALLS[name]:
+        op = noted(case, UNEVEN)
+        if op is not None:
+            wrong = check(op, 4, check_cut=False)
+            assert not wrong, f"{op.bound.rule} on {case.shapes}: {wrong}"
+
+
+def wrong(text: str, op: Callable[..., Any], shapes: str, kinds: str = "f", **flags: Any) -> Any:
+    return OpCall(op, shapes, kinds), parse_rule(text, **flags)
+
+
+WRONG = {
+    "values are right, gradients are not": wrong(
+        "..., ... -> ...", torch.polar, "ab ab", "pf", linear=(0,)),
+    "groups stay as many": wrong(
+        "n c _, o _ _ -> n o _", partial(F.conv1d, groups=4), "a85 823"),
+    "positions are not shifted": wrong(
+        "v b, i -> i b", lambda x, i: x.index_select(0, i), "ab d", "fi", linear=(0,)),
+    "what is overwritten is not added": wrong(
+        "v b + i, i b -> v b", lambda x, i, y: x.index_copy(0, i, y), "ab d db", "fif",
+        linear=(0, 2)),
+    "experts are told apart by offsets": wrong(
+        "t k, e k n, e -> t n", lambda x, w, n: F.grouped_mm(x, w, offs=n), "8e 4ee 4", "wwe"),
+    "a mean with weights is not a mean of means": wrong(
+        "n _, n, _ ->", lambda x, y, w: F.cross_entropy(x, y, w), "eb e b", "fiP", reduce="avg"),
+    "statistics of a batch are not those of its pieces": wrong(
+        "n c _, c, c, c, c -> n c _", lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b, True),
+        "abc b b b b", "fFPff"),
+    "a softmax mixes its dim": wrong("a b -> a b", lambda x: x.softmax(1), "ab"),
+    "a window mixes its signal": wrong("a b -> a b _", lambda x: x.unfold(1, 3, 1), "ab"),
+    "the first channels are not all channels": wrong(
+        "n c _ _ -> n c _ _", lambda x: F.local_response_norm(x, 3), "abcd"),
+    "a chosen position counts from the first rank": wrong(
+        "a b -> a", lambda x: x.argmax(1), "ab", reduce="max"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_rule_is_refused(name: str, count: int) -> None:
+    case, rule = WRONG[name]
+    op = noted(case, rule=rule)
+    assert op is not None
+    assert check(op, count)

@@ -6,6 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.runtime import backend_for, current_rank, init_device_mesh, simulate
+from support.device import DEVICE, DTYPE, raises_in_backward
 
 BATCH, WIDTH, HIDDEN, RANKS = 3, 4, 8, 4
 
@@ -52,14 +53,15 @@ class RunsBackwardInside(torch.autograd.Function):
 
 
 def group():
-    return init_device_mesh("cpu", (backend_for("cpu").world_size(),)).communicator(0)
+    return init_device_mesh(DEVICE, (backend_for(DEVICE).world_size(),)).communicator(0)
 
 
 def values():
-    """Make the input and both weights, in double precision."""
+    """Make the input and both weights."""
     generator = torch.Generator().manual_seed(0)
     shapes = (BATCH, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN)
-    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    drawn = [torch.randn(s, generator=generator, dtype=DTYPE, device="cpu") for s in shapes]
+    return [x.to(DEVICE) for x in drawn]
 
 
 def plain(fn, x):
@@ -126,6 +128,7 @@ def test_checkpoint_draws_the_same_dropout_again_on_each_rank():
         torch.testing.assert_close(grad, total)
 
 
+@raises_in_backward
 def test_an_error_in_one_ranks_backward_releases_the_others():
     def run():
         comm = group()

@@ -9,6 +9,7 @@ import torch
 
 from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime import DeviceMesh, current_rank, init_device_mesh, simulate
+from support.device import DEVICE
 
 
 def line_of(fn, text):
@@ -30,7 +31,7 @@ FIX = ". Make all ranks of each group call the same collectives in the same orde
 
 
 def crossed():
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     axes = (0, 1) if current_rank() in (0, 3) else (1, 0)
     mesh.communicator(axes[0]).all_reduce(torch.ones(2))  # crossed
     mesh.communicator(axes[1]).all_reduce(torch.ones(2))
@@ -47,7 +48,7 @@ def test_deadlock_of_crossed_groups():
 
 def test_deadlock_of_two_meshes_on_the_same_ranks():
     def meshes_crossed():
-        one, other = (init_device_mesh("cpu", (2,)).communicator(0) for _ in range(2))
+        one, other = (init_device_mesh(DEVICE, (2,)).communicator(0) for _ in range(2))
         first, second = (one, other) if current_rank() == 0 else (other, one)
         first.barrier()
         second.barrier()
@@ -58,7 +59,7 @@ def test_deadlock_of_two_meshes_on_the_same_ranks():
 
 
 def returns_early():
-    comm = init_device_mesh("cpu", (3,)).communicator(0)
+    comm = init_device_mesh(DEVICE, (3,)).communicator(0)
     if current_rank() == 1:
         return "early"
     return comm.all_gather(torch.ones(1, dtype=torch.int64))  # waits
@@ -78,13 +79,13 @@ def test_deadlock_of_an_early_return():
 
 def only_some_make_the_mesh():
     if current_rank() != 2:
-        DeviceMesh("cpu", [0, 1])  # makes
+        DeviceMesh(DEVICE, [0, 1])  # makes
 
 
 def test_deadlock_of_a_rank_that_does_not_make_the_mesh():
     outcomes = simulate(3).outcomes(only_some_make_the_mesh)
     assert told(outcomes[:2]) == (
-        f"{MUST}ranks 0, 1=waiting in DeviceMesh(device_type=cpu, shape=(2,), ranks=(0, 1), "
+        f"{MUST}ranks 0, 1=waiting in DeviceMesh(device_type={DEVICE}, shape=(2,), ranks=(0, 1), "
         f"names=None) over ranks (0, 1, 2) at {line_of(only_some_make_the_mesh, '# makes')}, "
         f"rank 2=ended{FIX}"
     )
@@ -92,7 +93,7 @@ def test_deadlock_of_a_rank_that_does_not_make_the_mesh():
 
 def test_deadlock_of_a_group_in_another_order():
     def ordered():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         baton = mesh.communicator(0)._baton
         from hyper_parallel.runtime.calls import Call
 
@@ -105,7 +106,7 @@ def test_deadlock_of_a_group_in_another_order():
 
 def test_a_deadlock_may_be_caught_and_the_run_go_on():
     def caught():
-        comm = init_device_mesh("cpu", (2,)).communicator(0)
+        comm = init_device_mesh(DEVICE, (2,)).communicator(0)
         if current_rank() == 0:
             with pytest.raises(BackendError, match="rank 1=ended"):
                 comm.barrier()
@@ -136,7 +137,7 @@ SAYS = {
 
 
 def mismatched(case):
-    comm = DeviceMesh("cpu", [2, 0, 1]).communicator(0)
+    comm = DeviceMesh(DEVICE, [2, 0, 1]).communicator(0)
     if current_rank() == 1:
         return odd_call(comm, case=case)  # odd
     return comm.all_reduce(X.clone())  # common
@@ -154,7 +155,7 @@ def test_mismatch_is_named_on_every_rank(case):
 
 
 MISMATCHES = {
-    "mesh": lambda r, comm: init_device_mesh("cpu", (2, 1) if r else (1, 2)),
+    "mesh": lambda r, comm: init_device_mesh(DEVICE, (2, 1) if r else (1, 2)),
     "src": lambda r, comm: comm.broadcast(X.clone(), src=r),
     "sizes": lambda r, comm: comm.all_gather_v(torch.ones(2, 2), [2, 2] if r else [2, 1]),
     "rest": lambda r, comm: comm.all_gather_v(torch.ones(2, 1 + r), [2, 2]),
@@ -170,7 +171,7 @@ MISMATCHES = {
 def test_mismatch_of_every_collective_is_refused_on_both_ranks(case):
     def run():
         rank = current_rank()
-        return MISMATCHES[case](rank, init_device_mesh("cpu", (2,)).communicator(0))
+        return MISMATCHES[case](rank, init_device_mesh(DEVICE, (2,)).communicator(0))
 
     assert "must make the same call" in told(simulate(2).outcomes(run))
 
@@ -202,14 +203,14 @@ def test_what_only_the_group_can_see_is_refused_on_both_ranks(case):
     call, text = CROSS_CHECKS[case]
 
     def run():
-        return call(current_rank(), init_device_mesh("cpu", (2,)).communicator(0))
+        return call(current_rank(), init_device_mesh(DEVICE, (2,)).communicator(0))
 
     assert text in told(simulate(2).outcomes(run))
 
 
 def test_a_mismatch_may_be_caught_and_the_run_go_on():
     def caught():
-        comm = init_device_mesh("cpu", (2,)).communicator(0)
+        comm = init_device_mesh(DEVICE, (2,)).communicator(0)
         with pytest.raises(BackendError, match="agree on the shape"):
             comm.all_reduce(torch.ones(1 + current_rank()))
         return comm.all_reduce(torch.ones(1)).item()

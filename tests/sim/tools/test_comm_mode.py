@@ -23,6 +23,7 @@ from hyper_parallel import (
     parallelize_module,
     simulate,
 )
+from support.device import DEVICE
 from support.dtensors import line
 
 
@@ -129,7 +130,7 @@ def test_an_exchange_of_sizes_is_listed():
 
 @simulate(4)
 def test_what_no_module_issues_is_global():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     with CommDebugMode() as mode:
         x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()])
         x.requires_grad_()
