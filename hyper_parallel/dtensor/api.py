@@ -47,7 +47,8 @@ def distribute_tensor(
         differentiable.
 
     Communicates:
-        Forward: per axis one scatter (Shard) or broadcast from `src_data_rank`; nothing if None.
+        Forward: per axis one scatter (Shard) or broadcast from `src_data_rank`; nothing if None, or
+        for a meta tensor.
         Backward (non-leaf only): the move to Replicate.
 
     Raises:
@@ -123,7 +124,7 @@ def _cut(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> tor
     mesh = layout.mesh
     assert isinstance(mesh, DeviceMesh)  # noqa: S101
     whole = layout.replicated
-    if src_data_rank is None or mesh.size() == 1:
+    if src_data_rank is None or mesh.size() == 1 or tensor.is_meta:
         local = move(tensor, whole, layout)
         return local.clone() if local is tensor else local
     # Strided and packed pieces are cut from a whole copy on each rank.

@@ -71,6 +71,10 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     """
     where = f"DTensor op {name!r}"
     target, others, named = _split_target(args, kwargs)
+    if "out" not in kwargs and _is_scaled(cls, target, (*others, *named.values())):
+        refuse_gradient(where, [target, *others, *named.values()])
+        named = {key: _number(cls, value) for key, value in named.items()}
+        return func(target, *[_number(cls, value) for value in others], **named)
     for one in target if type(target) in (list, tuple) else (target,):
         _refuse_target(cls, where, one)
     base = _OPERATORS.get(name, name.rstrip("_"))
@@ -94,6 +98,19 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     else:
         func(target._local, *local_others, **local_named)
     return target
+
+
+def _is_scaled(cls: type[Any], target: Any, operands: Sequence[Any]) -> bool:
+    """Tell whether a plain tensor meets no DTensors but numbers, such as a norm to clip with."""
+    return (
+        isinstance(target, torch.Tensor)
+        and not isinstance(target, cls)
+        and not any(isinstance(o, cls) and o.ndim for o in operands)  # type: ignore[attr-defined]
+    )
+
+
+def _number(cls: type[Any], value: Any) -> Any:
+    return value.local_in(value._layout.replicated) if isinstance(value, cls) else value  # type: ignore[attr-defined]
 
 
 def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, ...]) -> bool:

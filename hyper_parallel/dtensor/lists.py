@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout
+from hyper_parallel.core import Layout, Placement, Replicate
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.inplace import is_pointwise, refuse_gradient, refuse_lost_write
 from hyper_parallel.dtensor.local_op import wrap
@@ -126,21 +127,40 @@ def _list_operand(
         own: Layout = value._layout
         if value.ndim == 0 and (layout is None or layout.shape != ()):
             return value.local_in(_whole(own))
-        if layout == own or (layout is not None and layout.shape == own.shape and not is_fused):
-            return move(value._local, own, layout or own)
+        if layout == own:
+            return value._local
+        target = None if layout is None or is_fused else _broadcast(own, layout)
+        if target is not None:
+            return move(value._local, own, target)
     elif layout is None or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     raise LayoutError(
         describe(
             where,
             "tensors at the same place of all lists must be DTensors of one shape"
-            + (" and layout" if is_fused else "")
+            + (" and layout" if is_fused else " (or broadcast to the first)")
             + ", or all be plain",
             "Distribute the plain ones, or call the op on each tensor",
             first=layout,
             other=getattr(value, "_layout", None) or tuple(value.shape),
         )
     )
+
+
+def _broadcast(own: Layout, layout: Layout) -> Layout | None:
+    """Give where an operand must lie to be broadcast to `layout`; None: its shape does not fit."""
+    missing = len(layout.shape) - len(own.shape)
+    pairs = zip(own.shape, layout.shape[max(missing, 0) :], strict=False)
+    if missing < 0 or any(size not in (1, whole) for size, whole in pairs):
+        return None
+
+    def placed(p: Placement) -> Placement:
+        cut = p.cut_dim
+        if cut is None or cut < missing or own.shape[cut - missing] != layout.shape[cut]:
+            return Replicate()
+        return replace(p, dim=cut - missing)  # type: ignore[type-var]
+
+    return own.with_placements([placed(p) for p in layout.placements])
 
 
 def _whole(layout: Layout) -> Layout:
@@ -154,7 +174,7 @@ def _share_found(layouts: list[Layout | None], found: torch.Tensor) -> None:
         for layout in layouts
         if layout is not None
         for axis, placement in enumerate(layout.placements)
-        if placement.is_shard() and layout.mesh.shape[axis] > 1
+        if placement.cut_dim is not None and layout.mesh.shape[axis] > 1
     }
     for mesh, axis in sorted(axes, key=lambda entry: (entry[0].ranks, entry[1])):
         assert isinstance(mesh, DeviceMesh)  # noqa: S101

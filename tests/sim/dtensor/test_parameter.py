@@ -14,12 +14,14 @@ from torch import nn
 
 from hyper_parallel import (
     DTensor,
+    Partial,
     Replicate,
     Shard,
     distribute_tensor,
     init_device_mesh,
     simulate,
 )
+from hyper_parallel.core import Packed, StridedShard
 from hyper_parallel.errors import LayoutError
 from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, parameter, same, seeded
@@ -509,3 +511,141 @@ def test_unpickling_without_an_equal_mesh_is_refused():
             pickle.loads(data)
 
     simulate(2).run(load)
+
+
+@pytest.mark.parametrize("src_data_rank", [0, None])
+@simulate(2)
+def test_meta_device_then_to_empty_then_init(src_data_rank):
+    mesh = line(2)
+    with torch.device("meta"):
+        ours = nn.Linear(6, 5)
+    for name, placement in (("weight", Shard(0)), ("bias", Replicate())):
+        param = getattr(ours, name)
+        laid_out = distribute_tensor(param, mesh, [placement], src_data_rank=src_data_rank)
+        setattr(ours, name, laid_out)
+    assert ours.weight.is_meta
+    assert ours.weight.to_local().shape == ours.weight.layout.local_shape(mesh.get_rank())
+    ours.to_empty(device="cpu")
+    torch.manual_seed(0)
+    ours.reset_parameters()
+    plain = nn.Linear(6, 5)
+    torch.manual_seed(0)
+    plain.reset_parameters()
+    same(ours.weight, plain.weight)
+    same(ours.bias, plain.bias)
+    assert isinstance(ours.weight, nn.Parameter)
+
+
+@simulate(2)
+def test_tied_parameters_stay_one_and_get_both_gradients():
+    mesh = line(2)
+
+    def build():
+        table, head = nn.Embedding(7, 4).double(), nn.Linear(4, 7, bias=False).double()
+        table.weight.data = seeded(7, 4)
+        head.weight = table.weight
+        return nn.ModuleList([table, head])
+
+    plain, ours = build(), build()
+    ours[0].weight = ours[1].weight = distribute_tensor(ours[0].weight, mesh, [Shard(0)])
+    ids = torch.tensor([1, 6, 3])
+    for model, given in ((ours, laid(ids, mesh, Replicate())), (plain, ids)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model[1](model[0](given)).square().sum().backward()
+            optimizer.step()
+    assert len(list(ours.parameters())) == 1
+    same(ours[0].weight, plain[0].weight)
+
+
+@pytest.mark.parametrize("placement", [Packed(0, (4, 4)), StridedShard(0, 2), Shard(1)], ids=str)
+def test_state_goes_from_whole_plain_tensors_and_back(placement):
+    @simulate(2)
+    def run():
+        mesh = line(2)
+        whole, ours = nn.Linear(6, 8).double(), nn.Linear(6, 8).double()
+        whole.weight.data = seeded(8, 6)
+        ours.weight = distribute_tensor(ours.weight, mesh, [placement])
+        ours.load_state_dict(whole.state_dict())
+        same(ours.weight, whole.weight)
+        back = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in ours.state_dict().items()
+        }
+        nn.Linear(6, 8).double().load_state_dict(back)
+        assert torch.equal(back["weight"], whole.weight)
+
+    run()
+
+
+class Identity(torch.autograd.Function):
+    """Gives its input as it is, and a gradient that lies elsewhere."""
+
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.gradient = gradient
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert isinstance(grad, DTensor)
+        return ctx.gradient, None
+
+
+LYING = {
+    "alike": ([Shard(0), Shard(1)], [Shard(0), Shard(1)]),
+    "the other cut of the same local shape": ([Shard(0), Shard(1)], [Shard(1), Shard(0)]),
+    "pending": ([Replicate(), Shard(1)], [Partial(), Shard(1)]),
+}
+
+
+@pytest.mark.parametrize("kind", LYING)
+def test_user_function_may_give_an_activation_a_gradient_that_lies_elsewhere(kind):
+    @simulate(4)
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        placements, lies = LYING[kind]
+        x = laid(seeded(4, 4), mesh, *placements, requires_grad=True)
+        gradient = laid(seeded(4, 4, seed=1), mesh, *lies)
+        y = x * 2
+        z = Identity.apply(y, gradient)
+        assert isinstance(z, DTensor)
+        ((z * 1).sum() + (y * 3).sum() + (Identity.apply(y, gradient) * 1).sum()).backward()
+        same(x.grad, 2 * (2 * seeded(4, 4, seed=1) + 3))
+
+    run()
+
+
+@simulate(2)
+def test_results_of_ops_may_be_changed_in_place_and_used_on():
+    x, plain, _ = made(Shard(0))
+    for value in (x, plain):
+        y = value * 2
+        with torch.no_grad():
+            y.add_(1)
+        (y * 3).sum().backward()
+    same(x.grad, plain.grad)
+    y = x * 2
+    z = (y * y).sum()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
+
+
+@simulate(2)
+def test_gradient_edges_and_multi_grad_hooks_of_results():
+    x, plain, _ = made(Shard(0))
+    seen = []
+    y = x.exp()
+    handle = torch.autograd.graph.register_multi_grad_hook([y], lambda grads: seen.append(grads))
+    (y * y).sum().backward()
+    handle.remove()
+    assert len(seen) == 1
+    x.grad = None
+    edge = torch.autograd.graph.get_gradient_edge(x.exp())
+    assert edge.node is not None
+    y = x.exp()
+    (grad,) = torch.autograd.grad((y * y).sum(), [y])
+    same(grad, 2 * plain.exp())
