@@ -21,7 +21,7 @@ from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.known import KnownCall, read_call, remember
 from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
-from hyper_parallel.dtensor.random import agree, own_draw
+from hyper_parallel.dtensor.random import agree, given_generator, own_draw
 from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.errors import LayoutError, describe
 
@@ -111,7 +111,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if tensors[0]._layout.mesh.get_coordinate() is None:
         result = _outside(cls, name, _whole_result(func, args, kwargs), spec, moved)
     elif spec.random:
-        result = _draw(cls, call, spec, moved, name, kwargs.get("generator"))
+        result = _draw(cls, call, spec, moved, name, given_generator(flat))
     elif has_rule:
         result = apply(cls, call, spec, moved)
         if raw is not None:
