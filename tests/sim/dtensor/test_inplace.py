@@ -152,13 +152,12 @@ def test_writes_that_are_not_element_by_element(name, placement):
     run()
 
 
-@pytest.mark.parametrize("write", [lambda x: x.t_(), lambda x: x.squeeze_()])
 @simulate(2)
-def test_writes_that_change_the_shape_are_refused(write):
+def test_writes_that_change_the_shape_are_refused():
     x, whole, _ = made(Shard(0))
     must = "an in-place op on a DTensor must keep its shape, and exist not in-place"
     with pytest.raises(RuleError, match=must):
-        write(x)
+        x.squeeze_()
     same(x, whole)
 
 
@@ -355,7 +354,7 @@ def test_list_ops_refuse_what_they_cannot_do():
         lists.list_op(DTensor, None, "_foreach_cumsum", ([x],), {})
     with pytest.raises(RuleError, match="'_foreach_mul_': operands must not be pending reductions"):
         torch._foreach_mul_([pending], 2.0)
-    for first, other in (([x], [whole[:3]]), ([whole], [x]), ([x], [x.sum(0)])):
+    for first, other in (([x], [whole[:3]]), ([whole], [x])):
         with pytest.raises(LayoutError, match="tensors at the same place of all lists must be DT"):
             torch._foreach_add_(first, other)
     same(x, whole)
