@@ -60,7 +60,13 @@ def stft(call: Call) -> OpRule:
 def istft(call: Call) -> OpRule:
     """Put whole signals together from their short times."""
     window = ", _" * (len(call.shapes) - 1)
-    return parse_rule(f"... _ _{window} -> ... _", empty=False)
+    size = call.number("n_fft")
+    hop = call.get("hop_length") or size // 4
+    length = call.get("length")
+    if not isinstance(length, int):
+        outside = 0 if call.flag("center", True) else size
+        length = outside + (hop if isinstance(hop, int) else 1) * (call.shape[-1] - 1)
+    return parse_rule(f"... _ _{window} -> ... _={length}", empty=False)
 
 
 _LINES = {

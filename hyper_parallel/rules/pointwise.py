@@ -12,7 +12,7 @@ from functools import partial
 from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.rules.call import Call, Rule
 
-__all__ = ["ELEMENTWISE", "RULES"]
+__all__ = ["BROADCASTING", "ELEMENTWISE", "RULES"]
 
 _LINEAR = parse_rule("... -> ...", linear=True)
 _RANDOM = parse_rule("... -> ...", random=True)
@@ -133,3 +133,6 @@ RULES: dict[str, Rule] = {
     "one_hot": one_hot,
     "bucketize": parse_rule("..., _ -> ..."),
 }
+_OTHERWISE = "frexp view_as_real view_as_complex broadcast_tensors one_hot bucketize"
+# What gives one result, of the shape that the operands broadcast to.
+BROADCASTING = frozenset(RULES).difference(_OTHERWISE.split())
