@@ -110,10 +110,7 @@ def _run_first(
     ]
 
     def with_operands(given: Sequence[torch.Tensor]) -> Any:
-        leaves = list(flat)
-        for slot, operand in zip(slots, given, strict=True):
-            leaves[slot] = operand
-        return tree_unflatten(leaves, tree)
+        return tree_unflatten(_replaced(flat, slots, given), tree)
 
     def call(locals_: Sequence[torch.Tensor]) -> Any:
         call_args, call_kwargs = with_operands(locals_)
@@ -142,6 +139,13 @@ def _run_first(
     if (is_view and name in _SCATTERING) or tensors[0]._is_scattered:
         result = _own_memory(cls, name, tensors[0], result)
     return result
+
+
+def _replaced(flat: list[Any], slots: Sequence[int], given: Sequence[Any]) -> list[Any]:
+    leaves = list(flat)
+    for slot, operand in zip(slots, given, strict=True):
+        leaves[slot] = operand
+    return leaves
 
 
 def _run_known(  # noqa: PLR0913  # the call, as it was given
