@@ -134,7 +134,8 @@ def _run_first(
         with _Watch(name, tensors, moved):
             result = apply(cls, call, spec, moved)
     if is_view or not has_rule:
-        _mark_copies(cls, is_view, spec, tensors, moved, result)
+        may_copy = is_view and (spec.local is not None or name in _MAY_COPY)
+        _mark_copies(cls, may_copy, spec, tensors, moved, result)
     if (is_view and name in _SCATTERING) or tensors[0]._is_scattered:
         result = _own_memory(cls, name, tensors[0], result)
     return result
@@ -171,7 +172,8 @@ def _run_known(  # noqa: PLR0913  # the call, as it was given
         result = spec.local.run(func, tuple(local_args), local_kwargs)
     result = wrap_results(cls, result, spec, parts if is_recorded else ())
     if known.is_view:
-        _mark_copies(cls, True, spec, given, moved, result)
+        may_copy = spec.local is not None or name in _MAY_COPY
+        _mark_copies(cls, may_copy, spec, given, moved, result)
     if given[0]._is_scattered or (known.is_view and name in _SCATTERING):
         result = _own_memory(cls, name, given[0], result)
     return result
@@ -284,7 +286,7 @@ def _has_no_positions(bound: BoundCall) -> bool:
 
 def _mark_copies(
     cls: type[Any],
-    is_view: bool,
+    may_copy: bool,
     spec: Spec,
     given: Sequence[Any],
     moved: Sequence[Any],
@@ -294,26 +296,25 @@ def _mark_copies(
 
     Args:
         cls: the DTensor class.
-        is_view: whether the op gives views.
+        may_copy: whether the local op may give a copy in place of a view.
         spec: the decision.
         given: the operands.
         moved: the operands where the op needed them.
         result: what the op gave.
     """
+    copies = [
+        now for was, now in zip(given, moved, strict=True) if now is not was or was._write_is_lost
+    ]
+    if not copies and not may_copy:
+        return
     # Where only some ranks have what it views, all results are marked.
     is_made = spec.local is not None and bool(spec.local.addressed)
-    copies = {
-        _storage(now._local)
-        for was, now in zip(given, moved, strict=True)
-        if now is not was or was._write_is_lost
-    }
-    owners = {_storage(t._local) for t in given} if is_view else None
-    if not copies and owners is None:
-        return
-    for value in tree_flatten(result)[0]:
+    lost = {_storage(t._local) for t in copies}
+    owners = {_storage(t._local) for t in given} if may_copy else None
+    for value in [result] if isinstance(result, cls) else tree_flatten(result)[0]:
         if isinstance(value, cls):
             at = _storage(value._local)  # type: ignore[attr-defined]
-            if is_made or at in copies or (owners is not None and at not in owners):
+            if is_made or at in lost or (owners is not None and at not in owners):
                 value._write_is_lost = True  # type: ignore[attr-defined]
 
 

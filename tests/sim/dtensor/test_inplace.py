@@ -152,12 +152,13 @@ def test_writes_that_are_not_element_by_element(name, placement):
     run()
 
 
+@pytest.mark.parametrize("write", [lambda x: x.unsqueeze_(0), lambda x: x.squeeze_()])
 @simulate(2)
-def test_writes_that_change_the_shape_are_refused():
+def test_writes_that_change_the_shape_are_refused(write):
     x, whole, _ = made(Shard(0))
     must = "an in-place op on a DTensor must keep its shape, and exist not in-place"
     with pytest.raises(RuleError, match=must):
-        x.squeeze_()
+        write(x)
     same(x, whole)
 
 
@@ -339,6 +340,10 @@ def test_list_ops_on_mixed_lists():
         else:
             torch.testing.assert_close(x, expected)
             torch.testing.assert_close(root, expected.abs())
+    for row in (seeded(6, seed=7), seeded(5, 1, seed=7)):  # broadcast
+        copied = ours[0].clone()
+        torch._foreach_add_([copied], [laid(row, mesh, Shard(0))])
+        same(copied, ours[0].full_tensor() + row)
     torch._foreach_mul_(ours[:1], ours[0].sum())  # a pending scalar is reduced
     scale = expected = (wholes[0] * 1.5 + wholes[0] / (1 + wholes[0] ** 2)) * 2
     same(ours[0], expected * scale.sum())
@@ -354,7 +359,7 @@ def test_list_ops_refuse_what_they_cannot_do():
         lists.list_op(DTensor, None, "_foreach_cumsum", ([x],), {})
     with pytest.raises(RuleError, match="'_foreach_mul_': operands must not be pending reductions"):
         torch._foreach_mul_([pending], 2.0)
-    for first, other in (([x], [whole[:3]]), ([whole], [x])):
+    for first, other in (([x], [whole[:3]]), ([whole], [x]), ([x], [x.sum(1)])):
         with pytest.raises(LayoutError, match="tensors at the same place of all lists must be DT"):
             torch._foreach_add_(first, other)
     same(x, whole)
