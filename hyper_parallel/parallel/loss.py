@@ -30,6 +30,7 @@ from hyper_parallel.parallel.vocab import log_softmax, loss_rows, picked_rows, s
 __all__ = [
     "Options",
     "Reading",
+    "as_dtensor",
     "entropy",
     "finish",
     "is_probability",
@@ -238,8 +239,8 @@ def read_classes(reading: Reading, target: Any, options: Options) -> ClassIndice
     )
 
 
-def entropy(reading: Reading, target: Any, options: Options) -> Any:
-    """Give the cross entropy, a DTensor; a target of probabilities is this rank's part, [N, v]."""
+def entropy(reading: Reading, target: Any, options: Options) -> Tensor:
+    """Give the local result; a target of probabilities is this rank's part, [N, v]."""
     goal: Goal
     if is_probability(target):
         dtype, place = accumulate_in(reading.local.dtype), reading.place
@@ -274,7 +275,8 @@ def _cross_entropy(  # noqa: PLR0913  # torch's signature
         refuse_other_tensors(target, reading.where)
         part = _bring(target, input.layout.cotangent, reading.where)
         target = part.movedim(min(input.ndim - 1, 1), -1)
-    return entropy(reading, target, Options(weight, ignore_index, reduction, label_smoothing))
+    options = Options(weight, ignore_index, reduction, label_smoothing)
+    return as_dtensor(entropy(reading, target, options), reading, reduction)
 
 
 def _served_logits(input: Any, size_average: Any, reduce: Any) -> Reading | None:
@@ -300,26 +302,32 @@ def _nll_loss(  # noqa: PLR0913  # torch's signature
     if reading is None:
         return NotImplemented
     goal = read_classes(reading, target, Options(weight, ignore_index, reduction))
-    return finish(picked_rows(reading.local, goal), goal, reading, reduction)
+    loss = finish(picked_rows(reading.local, goal), goal, reading, reduction)
+    return as_dtensor(loss, reading, reduction)
 
 
-def finish(rows: Tensor, goal: Goal, reading: Reading, reduction: str) -> Any:
-    """Reduce the rows' losses over the whole batch, and wrap the result."""
-    layout, local = reading.rows, reading.local
-    mesh = reading.place.mesh
+def finish(rows: Tensor, goal: Goal, reading: Reading, reduction: str) -> Tensor:
+    """Reduce the rows' losses over the whole batch; give the local result."""
     if reduction == "none":
-        return FromLocal.apply(DTensor, rows.to(_loss_dtype(local)), layout, None)
-    if isinstance(goal, ClassIndices) and reduction == "mean":
-        total, count = sum_over(
-            torch.stack([rows.sum(), goal.weights.sum()]), mesh, reading.batch_axes
-        ).unbind()
+        result = rows
+    elif isinstance(goal, ClassIndices) and reduction == "mean":
+        total, count = _over_batch(torch.stack([rows.sum(), goal.weights.sum()]), reading).unbind()
         result = total / count
     else:
-        result = sum_over(rows.sum(), mesh, reading.batch_axes)
+        result = _over_batch(rows.sum(), reading)
         if reduction == "mean":
-            result = result / torch.Size(layout.shape).numel()
-    scalar = Layout(mesh, (Replicate(),) * mesh.ndim, ())
-    return FromLocal.apply(DTensor, result.to(_loss_dtype(local)), scalar, None)
+            result = result / torch.Size(reading.rows.shape).numel()
+    return result.to(_loss_dtype(reading.local))
+
+
+def _over_batch(x: Tensor, reading: Reading) -> Tensor:
+    return sum_over(x, reading.place.mesh, reading.batch_axes)
+
+
+def as_dtensor(loss: Tensor, reading: Reading, reduction: str) -> Any:
+    """Say where the result of `finish` lies."""
+    layout = reading.rows if reduction == "none" else reading.rows.replicated.with_shape(())
+    return FromLocal.apply(DTensor, loss, layout, None)
 
 
 def _loss_dtype(logits: Tensor) -> torch.dtype:

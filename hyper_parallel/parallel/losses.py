@@ -15,6 +15,7 @@ from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.parallel.loss import (
     Options,
     Reading,
+    as_dtensor,
     entropy,
     finish,
     is_probability,
@@ -105,7 +106,7 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  # those of F.cross_entropy, 
     rows = Layout(mesh, (Replicate(),), tuple(logits.shape[:-1]))
     reading = Reading(logits, place, rows, where)
     options = Options(weight, ignore_index, reduction, label_smoothing)
-    return entropy(reading, target, options).to_local()
+    return entropy(reading, target, options)
 
 
 def _place(mesh: DeviceMesh, own: int, vocab: int | None, where: str) -> VocabShard:
@@ -195,7 +196,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and the chunk
     goal = read_classes(reading, target, options)
     found = linear_rows(x.reshape(-1, x.shape[-1]), w, bias, goal.flat(), chunk=chunk_size)
     loss = finish(found.reshape(x.shape[:-1]), goal, reading, reduction)
-    return loss if isinstance(input, DTensor) else loss.to_local()
+    return as_dtensor(loss, reading, reduction) if isinstance(input, DTensor) else loss
 
 
 def _check_linear(input: torch.Tensor, head: Layout, bias: Any, chunk_size: int) -> None:

@@ -273,6 +273,50 @@ def test_prepared_inputs_and_outputs_and_norms_give_torchs_numbers(procs2):
     assert procs2.run(compare_prepared) == [9, 9]
 
 
+# ---------------------------------------------------------------------- loss_parallel
+
+
+def compare_losses():
+    """Compare losses of logits cut along the classes, and their gradients, for all reductions."""
+    import torch
+    import torch.distributed.tensor.parallel as theirs
+    from torch.distributed.tensor import Shard as TorchShard
+    from torch.distributed.tensor import distribute_tensor as torch_distribute
+    from torch.nn import functional as F
+
+    import hyper_parallel as ours
+
+    torch.manual_seed(0)
+    count, meshes = 0, (torch_mesh(), our_mesh())
+    for shape, weighted in itertools.product(((6, 8), (2, 8, 3), (8,)), (False, True)):
+        logits = torch.randn(shape, dtype=torch.float64)
+        target = torch.randint(8, shape[:1] + shape[2:] if len(shape) > 1 else ())
+        if target.ndim and not weighted:  # with weights torch's own looks -100 up
+            target.view(-1)[1] = -100
+        weight = torch.rand(8, dtype=torch.float64) if weighted else None
+        dim = min(len(shape) - 1, 1)
+        for reduction in ("none", "sum", "mean"):
+            given = (
+                torch_distribute(logits, meshes[0], [TorchShard(dim)]),
+                ours.distribute_tensor(logits, meshes[1], [ours.Shard(dim)]),
+            )
+            results = []
+            for x, context in zip(given, (theirs.loss_parallel, ours.loss_parallel), strict=True):
+                x.requires_grad_()
+                with context():
+                    loss = F.cross_entropy(x, target, weight, reduction=reduction)
+                    loss.sum().backward()
+                results.append((full(loss).detach(), full(x.grad)))
+            for got, want in zip(results[1], results[0], strict=True):
+                same(got, want, f"{shape}, {reduction}, weighted {weighted}")
+            count += 1
+    return count
+
+
+def test_loss_parallel_gives_torchs_numbers(procs2):
+    assert procs2.run(compare_losses) == [18, 18]
+
+
 # ---------------------------------------------------------------------- a script half ported
 
 
