@@ -51,8 +51,8 @@ def serve(listener: Listener, world_size: int) -> None:
             group[rank] = pipe, payload
             if len(group) == len(ranks):
                 del brought[ranks]
-                for answer, _ in group.values():
-                    answer.send([group[member][1] for member in ranks])
+                for member in sorted(ranks, reverse=True):  # rank 0, which is the hub, may end then
+                    group[member][0].send([group[one][1] for one in ranks])
 
 
 def over(collective):
