@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here
+from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here, with_others
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.runtime import ArrayOps, Backend, Communicator, DeviceMesh
 from hyper_parallel.runtime.checked import CheckedCommunicator
@@ -52,9 +52,9 @@ def collective_checks() -> Iterator[Check]:
     for axis in ("row", "column", ("row", "column")):
         yield Check("sub-groups", str(axis), partial(_group, axis))
     for case, call in _WRONG.items():
-        expects = _with_others if case in _NEEDS_OTHERS else _always
+        expects = with_others if case in _NEEDS_OTHERS else _always
         yield Check("refusals", case, partial(_refused, call), expects)
-    yield Check("refusals", "calls that differ, in checked mode", _unlike, _with_others)
+    yield Check("refusals", "calls that differ, in checked mode", _unlike, with_others)
 
 
 def _absent(dtype: str) -> str:
@@ -76,10 +76,6 @@ def _how_uneven(reduces: bool, dtype: str, here: Here) -> str:
 
 def _always(here: Here) -> str:
     return PASS
-
-
-def _with_others(here: Here) -> str:
-    return PASS if here.world_size > 1 else "it takes more than one rank"
 
 
 def _waited(result: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here, Numbers
+from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here, Numbers, with_others
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard, StridedShard, plan
 from hyper_parallel.core.mesh import nest_ranks
 from hyper_parallel.runtime import DeviceMesh, execute
@@ -31,6 +31,12 @@ _TWO = (
 )
 
 
+_BETWEEN = (
+    *((Shard(0), Shard(0)), (Replicate(), Shard(1)), (Partial("sum"), Shard(0))),
+    *((Shard(1), Replicate()), (Shard(0), Partial("sum"))),
+)
+
+
 def move_checks() -> Iterator[Check]:
     """List the checks."""
     for src, dst in itertools.product(_ONE, _ONE):
@@ -42,6 +48,12 @@ def move_checks() -> Iterator[Check]:
         run = partial(_redistribute, srcs, dsts)
         how = partial(_how, (*srcs, *dsts))
         yield Check("redistribute, 2 axes", name, run, how, needs_rank=False)
+
+    for src, dst in _BETWEEN:
+        run = partial(_between, src, dst)
+        yield Check(
+            "redistribute, other ranks", f"{src} -> {dst}", run, with_others, needs_rank=False
+        )
 
 
 def _how(placements: Sequence[Placement], here: Here) -> str:
@@ -90,6 +102,18 @@ def _redistribute(srcs: tuple[Placement, ...], dsts: tuple[Placement, ...], here
         move(here, mesh, src, dst, whole)
 
 
+def _between(src_place: Placement, dst_place: Placement, here: Here) -> None:
+    """Move from the first rank to all others, and from all to the others."""
+    n = here.world_size
+    for ranks in ([0], list(range(n))):
+        meshes = [DeviceMesh(here.device_type, each) for each in (ranks, list(range(1, n)))]
+        shape = (2 * n + 1, 3)
+        src = Layout(meshes[0], (src_place,), shape)
+        dst = Layout(meshes[1], (dst_place,), shape)
+        move = _move_all if here.capabilities.all_ranks else _move
+        move(here, meshes[1], src, dst, 1 + here.data(n, shape, "float64"))
+
+
 def _move_all(here: Here, mesh: DeviceMesh, src: Layout, dst: Layout, whole: Numbers) -> None:
     """The same where one process holds the arrays of all ranks."""
     dtype, backend = here.best_dtype, cast(Any, here.backend)
@@ -97,7 +121,7 @@ def _move_all(here: Here, mesh: DeviceMesh, src: Layout, dst: Layout, whole: Num
     def made(rank: int) -> Any:
         return here.arrays.make(held_by(whole, src, rank), dtype)
 
-    given = nest_ranks([made(rank) for rank in mesh.ranks], mesh.shape)
+    given = nest_ranks([made(rank) for rank in src.mesh.ranks], src.mesh.shape)
     got = backend.redistribute(given, src, dst)
     if dst.has_partial:
         got, dst = backend.redistribute(got, dst, dst.replicated), dst.replicated
@@ -109,16 +133,20 @@ def _move_all(here: Here, mesh: DeviceMesh, src: Layout, dst: Layout, whole: Num
 
 
 def _move(here: Here, mesh: DeviceMesh, src: Layout, dst: Layout, whole: Numbers) -> None:
+    """Run the plan on this rank, which may be outside one of the meshes."""
     rank, dtype = mesh.get_rank(), here.best_dtype
 
-    def made(layout: Layout) -> Any:
-        return here.arrays.make(held_by(whole, layout, rank), dtype)
+    def made(layout: Layout) -> Numbers:
+        outside = layout.mesh.coordinate(rank) is None
+        return np.empty(0) if outside else held_by(whole, layout, rank)
 
-    given, what = made(src), f"{src} -> {dst}"
+    given, what = here.arrays.make(made(src), dtype), f"{src} -> {dst}"
     got = execute(plan(src, dst), given, mesh)
-    here.same(given, held_by(whole, src, rank), dtype, f"{what}: what was given")
+    here.same(given, made(src), dtype, f"{what}: what was given")
+    if mesh.get_coordinate() is None:
+        return
     assert tuple(got.shape) == dst.local_shape(rank), f"{what}: {tuple(got.shape)}"
     if dst.has_partial:  # the contributions are free, what they reduce to is not
         got = execute(plan(dst, dst.replicated), got, mesh)
         dst = dst.replicated
-    here.same(got, held_by(whole, dst, rank), dtype, what, rtol=1e-6)
+    here.same(got, made(dst), dtype, what, rtol=1e-6)

@@ -162,11 +162,15 @@ class DeviceMesh(AbstractMesh):
                 found = self.backend.communicator(self, self._handle, axis)
             else:
                 found = self.backend.joint_communicator(self, axis)
-            if self.checked:
-                found = CheckedCommunicator(found)
-            self._communicators[axis] = found
-            introduce(found, self)
+            found = self._communicators[axis] = self._introduced(found)
         return found
+
+    def _introduced(self, communicator: Communicator) -> Communicator:
+        """Make a new communicator compare calls, if it must, and known to those that watch."""
+        if self.checked:
+            communicator = CheckedCommunicator(communicator)
+        introduce(communicator, self)
+        return communicator
 
     def axes_of(self, communicator: Communicator) -> tuple[str, ...]:
         """Name the axes that a communicator of this mesh is for; none if it is not of this mesh."""
@@ -193,8 +197,7 @@ class DeviceMesh(AbstractMesh):
         ranks = tuple(sorted({*self.ranks, *other.ranks}))
         found = self._unions.get(ranks) or other._unions.get(ranks)
         if found is None:
-            found = self.backend.union_communicator(ranks)
-            introduce(found, self)
+            found = self._introduced(self.backend.union_communicator(ranks))
         self._unions[ranks] = other._unions[ranks] = found
         return found
 

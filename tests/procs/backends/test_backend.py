@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, backend_for, init_device_mesh
+from hyper_parallel.runtime.checked import CheckedCommunicator
 from support.device import DEVICE
 from support.procs import free_port
 
@@ -211,3 +212,19 @@ def test_axes_are_joined_where_ranks_have_different_numbers_of_groups(procs4):
     assert procs4.run(flat_after_uneven_groups) == [
         ((0, 2), 2.0), ((1, 3), 4.0), ((0, 2), 2.0), ((1, 3), 4.0)
     ]  # fmt: skip
+
+
+def checked_everywhere():
+    """Tell which communicators compare calls, on a mesh that does and on one that does not."""
+    found = []
+    for check in (True, False):
+        mesh = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"), check=check)
+        ones = [DeviceMesh(DEVICE, [rank], check=check) for rank in (0, 1)]
+        every = [mesh.communicator(1), mesh.communicator((0, 1)), mesh["tp"].communicator(0)]
+        every += [mesh.flatten().communicator(0), ones[0].communicator_with(ones[1])]
+        found.append([type(one) is CheckedCommunicator for one in every])
+    return found
+
+
+def test_all_groups_of_a_mesh_compare_calls_or_none(procs2):
+    assert procs2.run(checked_everywhere) == [[[True] * 5, [False] * 5]] * 2
