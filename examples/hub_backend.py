@@ -170,7 +170,9 @@ class HubBackend:
         return self.joint_communicator(mesh, (axis,))
 
     def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> HubCommunicator:
-        ranks = mesh.submesh_ranks(axes, rank=self.rank())
+        return self.union_communicator(mesh.submesh_ranks(axes, rank=self.rank()))
+
+    def union_communicator(self, ranks: tuple[int, ...]) -> HubCommunicator:
         return HubCommunicator(self._pipe, ranks, self.rank())
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:

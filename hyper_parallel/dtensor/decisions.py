@@ -283,7 +283,7 @@ def _told_results(
     shapes = [t._layout.shape for t in operands if t is not None]
     if name in _SHAPE_KEEPING:
         return shapes[:1]
-    if name in pointwise.RULES:
+    if name in pointwise.ELEMENTWISE:
         try:
             return [tuple(torch.broadcast_shapes(*shapes))]
         except RuntimeError:

@@ -236,7 +236,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 # ---------------------------------------------------------------------- below autograd
 
 _ENGINE_UNARY = frozenset(
-    "detach alias clone zeros_like ones_like empty_like _to_copy view neg"
+    "detach alias clone zeros_like ones_like empty_like new_empty_strided _to_copy view neg"
     " _has_compatible_shallow_copy_type".split()
 )
 
@@ -249,7 +249,8 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
     if name == "set_" and len(args) == 2 and not kwargs:  # torch.nn.utils.parametrize
         _data("__set__", cls, func, args, kwargs)
         return args[0]
-    if name not in _ENGINE_UNARY:
+    is_copy = name == "copy_" and len({getattr(x, "_layout", None) for x in args[:2]}) == 1
+    if name not in _ENGINE_UNARY and not is_copy:
         raise HyperParallelError(
             describe(
                 f"aten.{name}",

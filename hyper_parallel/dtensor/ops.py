@@ -22,7 +22,7 @@ from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.known import KnownCall, read_call, remember
 from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
 from hyper_parallel.dtensor.outside import outside
-from hyper_parallel.dtensor.random import agree, own_draw
+from hyper_parallel.dtensor.random import agree, given_generator, own_draw
 from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.errors import LayoutError, describe
 
@@ -124,7 +124,7 @@ def _run_first(
     if tensors[0]._layout.mesh.get_coordinate() is None:
         return outside(cls, name, lambda x: on_meta(func, *with_operands(x)), spec, moved)
     if spec.random:
-        result = _draw(cls, call, spec, moved, name, kwargs.get("generator"))
+        result = _draw(cls, call, spec, moved, name, given_generator(flat))
     elif has_rule:
         result = apply(cls, call, spec, moved)
         if raw is not None:

@@ -16,7 +16,7 @@ comparison; it must be seeded alike, too. Meta tensors draw nothing.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -30,7 +30,7 @@ from hyper_parallel.dtensor.read import read_mesh
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["FILLS", "agree", "fill", "manual_seed", "own_draw"]
+__all__ = ["FILLS", "agree", "fill", "given_generator", "manual_seed", "own_draw"]
 
 FILLS = frozenset(
     "normal uniform bernoulli exponential geometric log_normal cauchy random"
@@ -155,7 +155,7 @@ def fill(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     local = target._local
     if layout.mesh.get_coordinate() is None:  # type: ignore[attr-defined]
         return
-    if kwargs.get("generator") is None:
+    if given_generator((*args, *kwargs.values())) is None:
         agree(layout.mesh, local.device, func.__name__)  # type: ignore[arg-type]
     cls = type(target)
 
@@ -171,6 +171,11 @@ def fill(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         whole = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
         func(whole, *args, **kwargs)
         local.copy_(move(whole, layout.replicated, layout))
+
+
+def given_generator(values: Iterable[Any]) -> torch.Generator | None:
+    """Find the generator among a call's arguments."""
+    return next((value for value in values if isinstance(value, torch.Generator)), None)
 
 
 def _default(device: torch.device) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -23,11 +24,12 @@ def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_broken_extension_of_torch_is_told_and_does_no_harm(tmp_path):
-    package, info = tmp_path / "torch_npu", tmp_path / "torch_npu-1.0.dist-info"
+    fits = ".".join(importlib.metadata.version("torch").split(".")[:2]) + ".0"
+    package, info = tmp_path / "torch_npu", tmp_path / f"torch_npu-{fits}.dist-info"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open')")
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {fits}\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     assert run("-c", "import torch", folder=tmp_path).returncode != 0
     done = run("-m", "hyper_parallel", "doctor", "--json", folder=tmp_path)
@@ -36,8 +38,8 @@ def test_a_broken_extension_of_torch_is_told_and_does_no_harm(tmp_path):
     backends = {one["name"]: one for one in found["backends"]}
     assert backends["cpu"]["available"]
     assert backends["npu"]["reason"].startswith("torch_npu cannot be imported (libhccl.so:")
-    assert backends["npu"]["fix"] == "source CANN's set_env.sh first"
-    assert found["packages"]["torch_npu"] == "1.0"
+    assert backends["npu"]["fix"].startswith("source CANN's set_env.sh before Python starts")
+    assert found["packages"]["torch_npu"] == fits
     (warning,) = found["warnings"]
     assert "`import torch` fails in other programs, because its extension 'torch_npu'" in warning
     assert warning.endswith("or set TORCH_DEVICE_BACKEND_AUTOLOAD=0")

@@ -90,10 +90,11 @@ def test_propagate_one_axis(rule, given, inputs, output, gradients) -> None:
     assert decision.gradients == one(gradients)
 
 
-def test_propagate_mean_uneven_is_not_cut() -> None:
+def test_propagate_mean_uneven_is_a_weighted_sum() -> None:
     decision = propagate(bind(*MEAN_ODD), [(S1,)], (2,))
-    assert decision.inputs == ((S0,),)
-    assert decision.outputs == ((S0,),)
+    assert decision.inputs == ((S1,),)
+    assert decision.outputs == ((Partial("sum"),),)
+    assert len(decision.weights) == 1
 
 
 def test_propagate_mean_divides_the_cotangent() -> None:

@@ -284,10 +284,13 @@ def test_calls_that_torch_refuses_fail_with_torchs_text():
 
 
 @simulate(2)
-def test_attributes_are_not_assigned_through_views():
-    x, _ = made()
+def test_a_part_is_assigned_from_the_same_layout_only():
+    x, whole = made()
     with pytest.raises(HyperParallelError, match=r"aten.copy_: torch must not run this op on the"):
-        x.real = x
+        x.real = laid(2 * whole, x.device_mesh, Shard(1))
+    same(x, whole)
+    x.real = laid(2 * whole, x.device_mesh, Shard(0))
+    same(x, 2 * whole)
 
 
 @simulate(2)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random numbers: alike on replicas, unlike on shards, and where told those of one process."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
+    DeviceMesh,
     DTensor,
     LayoutError,
     Partial,
@@ -19,6 +22,8 @@ from hyper_parallel import (
     manual_seed,
     simulate,
 )
+from hyper_parallel.core import AbstractMesh, Layout
+from hyper_parallel.dtensor.random import own_draw
 from hyper_parallel.runtime import current_rank
 from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, same, seeded
@@ -234,3 +239,180 @@ def test_manual_seed_makes_states_alike():
     drawn = F.dropout(laid(torch.ones(64), mesh, Replicate()))
     one, other = every_rank(drawn.to_local())
     assert torch.equal(one, other)
+
+
+# ---------------------------------------------------------------------- all of torch.nn.init
+
+INITS = {
+    name: getattr(nn.init, name)
+    for name in vars(nn.init)
+    if name.endswith("_") and not name.startswith("_")
+}
+OPTIONS = {"constant_": (0.3,), "sparse_": (0.3,)}
+SHAPES = {"dirac_": [(4, 4, 3)], "orthogonal_": [(5, 3), (2, 6)]}
+
+
+@gathers
+@pytest.mark.parametrize("name", INITS)
+@simulate(3)
+def test_every_initialiser_gives_what_one_process_gets(name):
+    mesh = line(3)
+    for shape in SHAPES.get(name, [(5, 3)]):
+        for placement in (Replicate(), Shard(0), Shard(1), Partial()):
+            torch.manual_seed(3)
+            dense = INITS[name](torch.full(shape, 9.0), *OPTIONS.get(name, ()))
+            after = torch.get_rng_state()
+            torch.manual_seed(3)
+            x = nn.Parameter(laid(torch.full(shape, 9.0), mesh, placement))
+            assert INITS[name](x, *OPTIONS.get(name, ())) is x
+            assert torch.equal(x.full_tensor(), dense)
+            assert torch.equal(torch.get_rng_state(), after)
+
+
+@simulate(2)
+def test_transposing_in_place_is_for_tensors_without_a_gradient():
+    mesh, whole = line(2), seeded(5, 3)
+    x = laid(whole, mesh, Shard(0))
+    assert x.t_() is x and x.placements == (Shard(1),)
+    same(x, whole.T)
+    with pytest.raises(LayoutError, match="must not need a gradient"):
+        laid(whole, mesh, Shard(0), requires_grad=True).t_()
+
+
+# ---------------------------------------------------------------------- generators
+
+GIVEN = {
+    "rand_like": lambda x, g: torch.rand_like(x, generator=g),
+    "bernoulli": lambda x, g: torch.bernoulli(x.sigmoid(), generator=g),
+    "poisson": torch.poisson,
+}
+
+
+@pytest.mark.parametrize("draw", GIVEN.values(), ids=GIVEN)
+@simulate(2)
+def test_a_given_generator_draws_alike_on_replicas_and_unlike_on_shards(draw):
+    mesh, ones = line(2), torch.ones(64)
+    before = torch.get_rng_state()
+    first, second, dense = (torch.Generator().manual_seed(5) for _ in range(3))
+    want = draw(ones, dense)
+    same(draw(laid(ones, mesh, Replicate()), first), want)
+    cut = draw(laid(ones, mesh, Shard(0)), second).to_local()
+    one, other = every_rank(cut)
+    assert not torch.equal(one, other)
+    assert not torch.equal(cut, draw(laid(ones, mesh, Shard(0)), second).to_local())
+    one, other = every_rank(second.get_state().double())
+    assert torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+    x = laid(ones, mesh, Shard(0)).normal_(generator=first)
+    assert torch.equal(x.full_tensor(), torch.empty(64).normal_(generator=dense))
+
+
+def test_a_given_generator_is_not_compared_with_the_default_ones():
+    def draw():
+        torch.manual_seed(current_rank())
+        x = laid(torch.ones(4), line(2), Shard(0))
+        torch.rand_like(x, generator=torch.Generator().manual_seed(1))
+        x.uniform_(generator=torch.Generator().manual_seed(1))
+        return x.full_tensor().tolist()
+
+    one, other = simulate(2)(draw)()
+    assert one == other
+
+
+def test_other_devices_are_served_through_their_module(monkeypatch):
+    class Module:
+        """What torch.get_device_module gives, as torch.cuda and torch.npu have it."""
+
+        generators = (torch.Generator(), torch.Generator())
+        current = 0
+
+        def get_rng_state(self, device):
+            return self.generators[device.index].get_state()
+
+        def set_rng_state(self, new_state, device):
+            self.generators[device.index].set_state(new_state)
+
+        def manual_seed(self, seed):
+            self.generators[self.current].manual_seed(seed)
+
+        @contextmanager
+        def device(self, device):
+            self.current, before = device.index, self.current
+            yield
+            self.current = before
+
+    module, device = Module(), torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    layout = Layout(AbstractMesh("cpu", (2,)), (Shard(0),), (8,))
+    monkeypatch.setattr(AbstractMesh, "get_rank", lambda mesh: 1, raising=False)
+    idle, before = (generator.get_state() for generator in module.generators)
+    drawn = []
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: torch.tensor([0.0]))
+    for _ in range(2):
+        with own_draw(layout, device):
+            drawn.append(torch.rand(4, generator=module.generators[1]))
+    assert torch.equal(*drawn)
+    assert torch.equal(module.generators[0].get_state(), idle)
+    assert torch.equal(module.generators[1].get_state(), before)
+
+
+# ---------------------------------------------------------------------- what is not on this rank
+
+
+@gathers
+@simulate(3)
+def test_a_rank_outside_the_mesh_draws_nothing():
+    mesh = DeviceMesh("cpu", [0, 2])
+    before = torch.get_rng_state()
+    x = laid(torch.ones(8, 2), mesh, Shard(0))
+    with torch.no_grad():
+        for draw in (F.dropout, torch.rand_like, torch.Tensor.normal_, nn.init.xavier_uniform_):
+            assert draw(x).shape == (8, 2)
+    drew = not torch.equal(torch.get_rng_state(), before)
+    assert drew is (mesh.get_coordinate() is not None)
+
+
+@simulate(2)
+def test_meta_tensors_draw_nothing():
+    mesh, before = line(2), torch.get_rng_state()
+    x = distribute_tensor(torch.empty(8, 2, device="meta"), mesh, [Shard(0)], src_data_rank=None)
+    for draw in (F.dropout, torch.Tensor.normal_, nn.init.kaiming_uniform_):
+        assert draw(x).is_meta
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@simulate(2)
+def test_what_is_dropped_together_is_not_cut():
+    mesh, eye = line(2), torch.eye(4).repeat(1, 2)
+    q = laid(seeded(4, 8, dtype=torch.float32), mesh, Replicate())
+    drawn = F.scaled_dot_product_attention(q, q, laid(eye, mesh, Shard(1)), dropout_p=0.5)
+    weights = drawn.full_tensor()
+    assert torch.equal(weights[:, :4], weights[:, 4:])  # each key is dropped for all columns
+    for dropout, shape in ((F.dropout1d, (64, 6)), (F.dropout3d, (64, 6, 2, 2))):  # no batch
+        dropped = dropout(laid(torch.ones(shape), mesh, Shard(1))).full_tensor()
+        assert dropped.flatten(1).std(1).max() == 0
+
+
+@simulate(2)
+def test_seeds_are_those_of_torch():
+    mesh = line(2)
+    for seed in (-1, 2**64 - 1, True, torch.tensor(3)):
+        manual_seed(seed, mesh)
+        assert torch.initial_seed() == torch.Generator().manual_seed(int(seed)).initial_seed()
+    with mesh:
+        manual_seed(5)
+    with pytest.raises(ValueError, match="Overflow"):
+        manual_seed(2**70, mesh)
+    with pytest.raises(LayoutError, match="manual_seed: device_mesh must be a DeviceMesh"):
+        manual_seed(3)
+
+
+@simulate(4)
+def test_seeds_may_differ_between_replicas_of_a_mesh_of_one_axis():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    manual_seed(mesh.get_local_rank("dp"), mesh["tp"])
+    drawn = F.dropout(laid(torch.ones(64), mesh["tp"], Replicate())).to_local()
+    rows = DTensor.from_local(drawn, mesh, [Shard(0), Replicate()]).full_tensor().chunk(2)
+    assert not torch.equal(*rows)
+    columns = DTensor.from_local(drawn, mesh, [Replicate(), Shard(0)]).full_tensor().chunk(2)
+    assert torch.equal(*columns)

@@ -239,8 +239,11 @@ def check(op: Op, count: int, check_cut: bool = True) -> list[str]:
     return wrong
 
 
+OWN = frozenset(names())  # before any test registers one
+
+
 def test_every_rule_is_called() -> None:
-    assert set(CALLS) | NOT_CALLED == set(names())
+    assert set(CALLS) | NOT_CALLED == OWN
 
 
 @pytest.mark.parametrize("count", [2, 4])
