@@ -152,10 +152,6 @@ def test_writes_that_are_not_element_by_element(name, placement):
     run()
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("write", [lambda x: x.unsqueeze_(0), lambda x: x.squeeze_()])
-=======
->>>>>>> main
 @simulate(2)
 def test_writes_that_change_the_shape_are_refused():
     x, whole, _ = made(Shard(0))
@@ -362,11 +358,7 @@ def test_list_ops_refuse_what_they_cannot_do():
         lists.list_op(DTensor, None, "_foreach_cumsum", ([x],), {})
     with pytest.raises(RuleError, match="'_foreach_mul_': operands must not be pending reductions"):
         torch._foreach_mul_([pending], 2.0)
-<<<<<<< HEAD
-    for first, other in (([x], [whole[:3]]), ([whole], [x]), ([x], [x.sum(1)])):
-=======
     for first, other in (([x], [whole[:3]]), ([whole], [x])):
->>>>>>> main
         with pytest.raises(LayoutError, match="tensors at the same place of all lists must be DT"):
             torch._foreach_add_(first, other)
     same(x, whole)
