@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,9 +52,11 @@ def list_op(
     if is_in_place:
         if torch.is_grad_enabled():
             refuse_gradient(where, [*first, *(v for arg in args[1:] for v in _as_list(arg))])
-        for target, layout in zip(first, layouts, strict=True):
-            if layout is not None and target._write_is_lost:
-                refuse_lost_write(where, target)
+        # Lists, not generators: an optimizer comes here with every parameter, several times a step.
+        if any([getattr(t, "_write_is_lost", False) for t in first]):  # noqa: C419
+            for target in first:
+                if isinstance(target, cls):
+                    refuse_lost_write(where, target)
     is_fused = name in _FUSED
     local_args = [_local_list(cls, where, arg, layouts, is_fused) for arg in args]
     local_kwargs = {k: _local_list(cls, where, v, layouts, is_fused) for k, v in kwargs.items()}
@@ -78,9 +81,13 @@ def _layouts_of(cls: type[Any], values: Sequence[Any]) -> list[Layout | None]:
         return [v._layout if isinstance(v, cls) else None for v in values]  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _is_pointwise_list(name: str) -> bool:
+    return is_pointwise(name.removeprefix("_foreach_").rstrip("_"))
+
+
 def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
-    base = name.removeprefix("_foreach_").rstrip("_")
-    if name not in _FUSED and not is_pointwise(base):
+    if name not in _FUSED and not _is_pointwise_list(name):
         raise RuleError(
             describe(
                 where,
@@ -88,7 +95,7 @@ def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
                 "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
             )
         )
-    if any(layout is not None and layout.has_partial for layout in layouts):
+    if any([layout is not None and layout.has_partial for layout in layouts]):  # noqa: C419
         raise RuleError(
             describe(
                 where,
@@ -109,6 +116,8 @@ def _local_list(
     if not isinstance(values, (list, tuple)):
         return values.local_in(_whole(values._layout)) if isinstance(values, cls) else values
     if _layouts_of(cls, values) == layouts:  # as in an optimizer's step
+        if None not in layouts:
+            return [v._local for v in values]
         return [getattr(v, "_local", v) for v in values]
     if len(values) != len(layouts):  # torch refuses it, unless it is empty
         layouts = [None] * len(values)
