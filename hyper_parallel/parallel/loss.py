@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hyper_parallel.core import Layout, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.dispatch import served_by
+from hyper_parallel.dtensor.implicit import counts_as_replicated
 from hyper_parallel.dtensor.local_op import redistributed
 from hyper_parallel.dtensor.moves import FromLocal
 from hyper_parallel.dtensor.read import refuse_other_tensors
@@ -52,8 +53,8 @@ def loss_parallel() -> Generator[None]:
     function that torch.utils.checkpoint calls again must enter the context itself. It nests, and
     ends with the block even on an exception.
 
-    Targets are DTensors, or plain tensors where no axis cuts the batch; the weight is a DTensor, or
-    plain and the same on all ranks.
+    Targets are DTensors, or plain tensors where no axis cuts the batch (or inside
+    implicit_replication); the weight is a DTensor, or plain and the same on all ranks.
 
     Yields:
         Nothing. The losses made within are DTensors: Replicate, or placed as the rows with
@@ -166,7 +167,8 @@ def _bring(target: Any, layout: Layout, where: str) -> Tensor:
             )
         )
     if not isinstance(target, DTensor):
-        if _cutting(layout, None) and not target.is_floating_point():
+        is_whole = target.is_floating_point() or counts_as_replicated(DTensor, target)
+        if _cutting(layout, None) and not is_whole:
             raise LayoutError(
                 describe(
                     where,

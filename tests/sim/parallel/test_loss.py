@@ -14,6 +14,7 @@ from hyper_parallel import (
     Replicate,
     Shard,
     distribute_tensor,
+    implicit_replication,
     init_device_mesh,
     linear_cross_entropy,
     loss_parallel,
@@ -258,6 +259,9 @@ def test_a_plain_target_of_a_cut_batch_is_refused():
     match = "a target must be a DTensor where an axis cuts the batch"
     with loss_parallel(), pytest.raises(LayoutError, match=match):
         F.cross_entropy(cut, target)
+    with loss_parallel(), implicit_replication():
+        loss = F.cross_entropy(cut, target)
+    torch.testing.assert_close(loss.to_local(), F.cross_entropy(logits, target))
 
 
 @pytest.mark.parametrize("vocab_size", [None, CLASSES])
