@@ -14,8 +14,8 @@ from hyper_parallel.dtensor.signatures import by_name, op_name
 
 __all__ = ["Addressed", "Local", "form_of"]
 
-Form = Callable[["Local", Any, dict[str, Any]], Any]
-"""Given what the rank knows, the torch function, and the call's arguments by name."""
+Form = Callable[["Local", Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Given what the rank knows, the torch function, and the call's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Local:
         if self.form is None:
             result = func(*args, **kwargs)
         else:
-            result = self.form(self, func, by_name(op_name(func), args, kwargs))
+            result = self.form(self, func, args, kwargs)
         if not self.weights:
             return result
         if isinstance(result, torch.Tensor):
@@ -67,14 +67,26 @@ def form_of(name: str, static: tuple[tuple[str, Any], ...]) -> Form | None:
 # ---------------------------------------------------------------------- sizes
 
 
-def _reshape(local: Local, func: Any, given: dict[str, Any]) -> Any:
-    return given["input"].reshape(local.shape)
+def _reshape(local: Local, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0] if args else next(iter(kwargs.values()))  # the name takes time to find
+    return x.reshape(local.shape)
 
 
-def _expand(local: Local, func: Any, given: dict[str, Any]) -> Any:
-    return given["input"].expand(local.shape)
+def _expand(local: Local, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0] if args else next(iter(kwargs.values()))
+    return x.expand(local.shape)
 
 
+def _named(form: Callable[[Local, Any, dict[str, Any]], Any]) -> Form:
+    """Make a form of one that is given the call's arguments by name."""
+
+    def run(local: Local, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return form(local, func, by_name(op_name(func), args, kwargs))
+
+    return run
+
+
+@_named
 def _conv(local: Local, func: Any, given: dict[str, Any]) -> Any:
     """Convolve the groups that this rank holds."""
     weight = given["weight"]
@@ -84,12 +96,14 @@ def _conv(local: Local, func: Any, given: dict[str, Any]) -> Any:
     return func(**{**given, "groups": max(channels // weight.shape[1], 1)})
 
 
+@_named
 def _group_norm(local: Local, func: Any, given: dict[str, Any]) -> Any:
     """Normalise the groups that this rank holds."""
     groups = given["num_groups"] * local.shape[1] // local.whole[1]
     return func(**{**given, "num_groups": groups})
 
 
+@_named
 def _npu_attention(local: Local, func: Any, given: dict[str, Any]) -> Any:
     """Attend with the heads that this rank holds."""
     at = 1 if given["input_layout"] == "BNSD" else 2
@@ -100,6 +114,7 @@ def _npu_attention(local: Local, func: Any, given: dict[str, Any]) -> Any:
 # ---------------------------------------------------------------------- positions
 
 
+@_named
 def _embedding(local: Local, func: Any, given: dict[str, Any]) -> Any:
     (at,) = local.addressed
     ids, weight = given.pop("input"), given.pop("weight")
@@ -124,6 +139,7 @@ def _shift(
     return torch.where(elsewhere, absent, shifted), elsewhere
 
 
+@_named
 def _index_select(local: Local, func: Any, given: dict[str, Any]) -> Any:
     (at,) = local.addressed
     x = given["input"]
@@ -133,6 +149,7 @@ def _index_select(local: Local, func: Any, given: dict[str, Any]) -> Any:
     return func(x, at.dim, index).masked_fill(elsewhere.reshape(shape), 0)
 
 
+@_named
 def _gather(local: Local, func: Any, given: dict[str, Any]) -> Any:
     (at,) = local.addressed
     index, elsewhere = _shift(given["index"], at, given["input"].shape[at.dim])
@@ -141,6 +158,7 @@ def _gather(local: Local, func: Any, given: dict[str, Any]) -> Any:
     return func(given["input"], index, at.dim).masked_fill(elsewhere, 0)
 
 
+@_named
 def _write(local: Local, func: Any, given: dict[str, Any]) -> Any:
     """Write at the positions that this rank holds; the others go into a row that is dropped."""
     (at,) = local.addressed
@@ -155,6 +173,7 @@ def _write(local: Local, func: Any, given: dict[str, Any]) -> Any:
     return result.narrow(at.dim, 0, held)
 
 
+@_named
 def _index_put(local: Local, func: Any, given: dict[str, Any]) -> Any:
     """Write at the positions that this rank holds; the others go into a row that is dropped."""
     (at,) = local.addressed
@@ -168,6 +187,7 @@ def _index_put(local: Local, func: Any, given: dict[str, Any]) -> Any:
     return result.narrow(at.dim, 0, held)
 
 
+@_named
 def _select(local: Local, func: Any, given: dict[str, Any]) -> Any:
     (at,) = local.addressed
     position = given["index"] % at.size - at.start
@@ -181,6 +201,7 @@ def _one(x: torch.Tensor, dim: int, position: int) -> torch.Tensor:
     return x.select(dim, 0).masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
+@_named
 def _getitem(local: Local, func: Any, given: dict[str, Any]) -> Any:
     """Index with positions that this rank holds; what another rank holds is zero here."""
     x, index = given["input"], given["index"]
