@@ -5,10 +5,16 @@
 an NPU), so meshes share the group of equal rank sets. A mesh is made by the whole world, and every
 rank knows of every group made so; a joint group is made by its members alone, and the others learn
 of it when the next mesh is made. Groups are made in one order on all ranks: by axis, then by row.
+
+[Note: threads at exit] A thread of a process group that lets go of Python's objects while Python
+ends aborts the process. The groups of a world that has been destroyed end with the last mesh that
+has them; meshes are in cycles with their plans, so they are collected before Python ends.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import hashlib
 import weakref
 from collections import Counter
@@ -33,14 +39,33 @@ class _Known:
     """
 
     def __init__(self, world: dist.ProcessGroup) -> None:
-        self.world = weakref.ref(world)
+        # Not held: when the world ends, so do its groups and their threads.
+        self.world = weakref.ref(world, _forget)
+        self.all_ranks = tuple(range(dist.get_world_size()))
         # Every rank of the world has the same keys here; the value is None outside the group.
         self.by_all: dict[Ranks, dist.ProcessGroup | None] = {}
         # Made by members alone; only they have the key.
         self.by_members: dict[Ranks, dist.ProcessGroup] = {}
 
+    def __contains__(self, ranks: Ranks) -> bool:
+        """Tell whether every rank of the world knows of this group."""
+        return ranks == self.all_ranks or ranks in self.by_all
+
+    def group(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        """Give the group of some ranks, None if there is none with this rank."""
+        if ranks == self.all_ranks:
+            return self.world()
+        return self.by_all.get(ranks) or self.by_members.get(ranks)
+
 
 _known: _Known | None = None
+
+
+def _forget(world: weakref.ref[dist.ProcessGroup]) -> None:
+    """Drop the groups of a world that has ended."""
+    global _known
+    if _known is not None and _known.world is world:
+        _known = None
 
 
 def mesh_groups(mesh: AbstractMesh) -> list[dist.ProcessGroup]:
@@ -57,13 +82,13 @@ def mesh_groups(mesh: AbstractMesh) -> list[dist.ProcessGroup]:
         rows = dict.fromkeys(mesh.group_ranks(axis, rank=one) for one in mesh.ranks)
         for row in rows:
             ranks = tuple(sorted(row))
-            if ranks not in known.by_all:
+            if ranks not in known:
                 made = dist.new_group(list(ranks), group_desc=f"mesh_{mesh.axis_names[axis]}")
                 known.by_all[ranks] = cast(dist.ProcessGroup, made) if rank in ranks else None
     if mesh.coordinate(rank) is None:
         return []
     found = (
-        known.by_all[tuple(sorted(mesh.group_ranks(axis, rank=rank)))] for axis in range(mesh.ndim)
+        known.group(tuple(sorted(mesh.group_ranks(axis, rank=rank)))) for axis in range(mesh.ndim)
     )
     return [cast(dist.ProcessGroup, group) for group in found]
 
@@ -79,7 +104,7 @@ def joint_group(ranks: Ranks, name: str) -> dist.ProcessGroup:
     """
     known = _here()
     ranks = tuple(sorted(ranks))
-    found = known.by_all.get(ranks) or known.by_members.get(ranks)
+    found = known.group(ranks)
     if found is not None:
         return found
     world = cast(dist.ProcessGroup, dist.group.WORLD)
@@ -104,7 +129,8 @@ def _here() -> _Known:
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     if _known is None or _known.world() is not world:
         _known = _Known(world)
-        _known.by_all[tuple(range(dist.get_world_size()))] = world
+        atexit.unregister(gc.collect)
+        atexit.register(gc.collect)  # see [Note: threads at exit]
     return _known
 
 

@@ -243,7 +243,6 @@ class Layout:
         return f"Layout({list(self.shape)}, {marks}{order})"
 
 
-@lru_cache(maxsize=8192)
 def same_cut(a: Layout, b: Layout) -> bool:
     """Tell whether every rank holds the same indices, and the same reductions are pending.
 
@@ -271,6 +270,7 @@ def same_cut(a: Layout, b: Layout) -> bool:
     return not any(pending) and all(a.intervals(rank) == b.intervals(rank) for rank in a.mesh.ranks)
 
 
+@lru_cache(maxsize=8192)
 def _same_held(size: int, a: Chain, b: Chain) -> bool:
     if a == b:
         return True
