@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from hyper_parallel.backends._torch.backend import TorchBackend
 from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, DtypeSupport
-from hyper_parallel.runtime.interface import Capabilities
+from hyper_parallel.backends.cuda.symmetric import SymmetricMatmul
+from hyper_parallel.runtime.interface import Capabilities, Communicator
 
 __all__ = ["CudaBackend"]
 
@@ -27,6 +28,11 @@ class CudaBackend(TorchBackend):
         widens={torch.int16: torch.int32},
     )
     capabilities = Capabilities(uneven_gather=True, native_avg=True, **dtypes.answers())
+
+    def fused(self, kind: str, communicator: Communicator) -> SymmetricMatmul | None:
+        """Give torch's kernel over symmetric memory, where this torch has one of the kind."""
+        found = SymmetricMatmul(kind, communicator)
+        return found if found.exists() else None
 
     def _libraries(self) -> dict[str, str]:
         nccl = importlib.import_module("torch.cuda.nccl").version()

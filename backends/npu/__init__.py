@@ -11,8 +11,9 @@ import torch.distributed as dist
 from hyper_parallel.backends._torch.backend import TorchBackend
 from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, UNSIGNED, DtypeSupport
 from hyper_parallel.backends.npu.formats import NpuOps
+from hyper_parallel.backends.npu.mc2 import Mc2Matmul
 from hyper_parallel.backends.npu.presence import why_no_torch_npu
-from hyper_parallel.runtime.interface import Capabilities
+from hyper_parallel.runtime.interface import Capabilities, Communicator
 
 __all__ = ["NpuBackend"]
 
@@ -38,6 +39,11 @@ class NpuBackend(TorchBackend):
         widens_product={torch.int16: torch.int32, torch.bfloat16: torch.float32},
     )
     capabilities = Capabilities(**dtypes.answers())
+
+    def fused(self, kind: str, communicator: Communicator) -> Mc2Matmul | None:
+        """Give the MC2 kernel of a kind, where this torch_npu has it."""
+        found = Mc2Matmul(kind, communicator)
+        return found if found.exists() else None
 
     def _libraries(self) -> dict[str, str]:
         return {"torch_npu": importlib.import_module("torch_npu").__version__}

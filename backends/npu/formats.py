@@ -33,13 +33,15 @@ class NpuOps(TorchOps):
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """Detach `x`, and copy it into the plain format if it is in a private one."""
         x = super().plain(x)
+        return self._torch_npu.npu_format_cast(x, _ND) if self.is_private(x) else x
+
+    def is_private(self, x: torch.Tensor) -> bool:
+        """Tell whether `x` is in a private format."""
         if x.get_device() < 0:
-            return x
+            return False
         if self._torch_npu is None:
             self._torch_npu = importlib.import_module("torch_npu")
-        if int(self._torch_npu.get_npu_format(x)) in _PRIVATE:
-            return self._torch_npu.npu_format_cast(x, _ND)
-        return x
+        return int(self._torch_npu.get_npu_format(x)) in _PRIVATE
 
     def contiguous(self, x: torch.Tensor) -> torch.Tensor:
         """Give `x` itself if it is contiguous and plain, else a copy that is."""

@@ -5,6 +5,13 @@
 in place. Who still needs the array copies it first. The others leave theirs alone, but while one is
 in flight (`async_op=True`) the caller must, too.
 
+[Note: fused kinds] A kernel that multiplies and communicates at once takes matrices x [m, k] and
+w [k, n], contiguous but for w, which may be a transposed view; all ranks of the group pass the same
+shapes and dtypes. By kind:
+  all_gather_matmul: gathers the rows of x; gives (all of x) @ w, and all of x.
+  matmul_reduce_scatter: sums x @ w over the group; gives the own one of n equal pieces of its rows.
+  matmul_all_reduce: gives that sum whole. Used only where no gradient is recorded.
+
 [Note: group order] `Communicator.ranks` are listed by mesh coordinate, never sorted; "own index"
 and every list of pieces or sizes follow that order.
 """
@@ -18,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh import AbstractMesh
 
-__all__ = ["ArrayOps", "Backend", "Capabilities", "Communicator", "Work"]
+__all__ = ["ArrayOps", "Backend", "Capabilities", "Communicator", "FusedMatmul", "Work"]
 
 Array = Any
 
@@ -115,6 +122,18 @@ class Communicator(Protocol):
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here."""
+        ...
+
+
+class FusedMatmul(Protocol):
+    """A matmul and a collective in one kernel; see [Note: fused kinds]."""
+
+    def refusal(self, x: Array, w: Array) -> str | None:
+        """Say which limit keeps it from serving this call, or None; alike on all ranks."""
+        ...
+
+    def __call__(self, x: Array, w: Array) -> Any:
+        """Run it. Records no gradient."""
         ...
 
 
@@ -222,6 +241,10 @@ class Backend(Protocol):
 
     def union_communicator(self, ranks: tuple[int, ...]) -> Communicator:
         """Make a group of any ranks, in this order; exactly these call this together."""
+        ...
+
+    def fused(self, kind: str, communicator: Communicator) -> FusedMatmul | None:
+        """Give the kernel of a kind over a group, or None: a matmul and a collective do it then."""
         ...
 
     def index_array(self, mesh: AbstractMesh) -> Any:

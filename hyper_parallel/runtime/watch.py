@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from hyper_parallel.runtime.baton import current_rank
 from hyper_parallel.runtime.interface import Communicator
 
-__all__ = ["IssuedCollective", "introduce", "watch"]
+__all__ = ["IssuedCollective", "introduce", "tell", "watch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class IssuedCollective:
     """One collective that this rank issued.
 
     Args:
-        op: the method of `Communicator`.
+        op: the method of `Communicator`, or the kind of fused matmul.
         axes: the names of the mesh axes of its group; empty where no mesh knows it.
         ranks: the global ranks of its group.
         bytes_in: bytes of what this rank passed in.
@@ -137,14 +137,19 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             result = method(self, *args, **kwargs)
         finally:
             _inside.value = False
-        axes = next(filter(None, (mesh.axes_of(self) for mesh in list(_meshes.values()))), ())
-        call = IssuedCollective(name, axes, self.ranks, *moved)
-        for rank, observer in tuple(_observers):
-            if rank == current_rank():
-                observer(call)
+        tell(name, self, *moved)
         return result
 
     return run
+
+
+def tell(op: str, communicator: Communicator, bytes_in: int, bytes_out: int) -> None:
+    """Tell those that watch of a call that was issued."""
+    axes = next(filter(None, (mesh.axes_of(communicator) for mesh in list(_meshes.values()))), ())
+    call = IssuedCollective(op, axes, communicator.ranks, bytes_in, bytes_out)
+    for rank, observer in tuple(_observers):
+        if rank == current_rank():
+            observer(call)
 
 
 def _rows(x: Any, num_rows: int) -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch_npu._device import to_host
 from torch_npu._formats import Format, get_npu_format
 
-__all__ = ["made", "register"]
+__all__ = ["gathered", "made", "met", "reduced", "register"]
 
 Tensor = torch.Tensor
 made: list[tuple[int, ...]] = []
@@ -97,7 +97,12 @@ def _check_op(name: str, x: Tensor, op: int, also: Sequence[torch.dtype] = ()) -
 
 def _joined(group: Any) -> Any:
     """Give the gloo group behind a process group, after its members met once."""
-    ranks, gloo, is_met = _groups[dist.ProcessGroup.unbox(group).group_name]
+    return met(dist.ProcessGroup.unbox(group).group_name)
+
+
+def met(name: str) -> Any:
+    """Give the gloo group of a name, after its members met once."""
+    ranks, gloo, is_met = _groups[name]
     if not is_met:
         is_met.append(True)
         made.append(ranks)
@@ -109,7 +114,7 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _gathered(gloo: Any, x: Tensor) -> tuple[Any, list[Tensor]]:
+def gathered(gloo: Any, x: Tensor) -> tuple[Any, list[Tensor]]:
     """Start an exchange of equal-sized tensors; give the work and what it will fill."""
     sent = _as_bytes(to_host(x)).clone()
     parts = [torch.empty_like(sent) for _ in range(gloo.size())]
@@ -117,7 +122,7 @@ def _gathered(gloo: Any, x: Tensor) -> tuple[Any, list[Tensor]]:
     return work, [part.view(x.dtype).reshape(x.shape) for part in parts]
 
 
-def _reduced(parts: Sequence[Tensor], op: int) -> Tensor:
+def reduced(parts: Sequence[Tensor], op: int) -> Tensor:
     """Reduce in the order of ranks; bool and uint8 through int32."""
     dtype = parts[0].dtype
     wide = [part.int() if dtype in _BY_INT32 else part for part in parts]
@@ -140,8 +145,8 @@ def _allreduce(
     (x,) = tensors
     _check(tensors)
     _check_op("allreduce", x, op.op(), tuple(_BY_INT32))
-    work, parts = _gathered(_joined(group), x)
-    return tensors, _Work(work, lambda: _write(x, _reduced(parts, op.op()))).boxed()
+    work, parts = gathered(_joined(group), x)
+    return tensors, _Work(work, lambda: _write(x, reduced(parts, op.op()))).boxed()
 
 
 def _reduce(
@@ -157,8 +162,8 @@ def _reduce(
     _check(tensors)
     _check_op("reduce", x, op.op(), tuple(_BY_INT32))
     gloo = _joined(group)
-    work, parts = _gathered(gloo, x)
-    result = _Work(work, lambda: gloo.rank() == root and _write(x, _reduced(parts, op.op())))
+    work, parts = gathered(gloo, x)
+    result = _Work(work, lambda: gloo.rank() == root and _write(x, reduced(parts, op.op())))
     return result.boxed()
 
 
@@ -167,7 +172,7 @@ def _broadcast(
 ) -> Any:
     (x,) = tensors
     _check(tensors)
-    work, parts = _gathered(_joined(group), x)
+    work, parts = gathered(_joined(group), x)
     return tensors, _Work(work, lambda: _write(x, parts[root])).boxed()
 
 
@@ -178,7 +183,7 @@ def _allgather_base(out: Tensor, x: Tensor, group: Any, async_op=True, timeout=-
         _refuse("output tensor must have the same type as input tensor")
     if out.numel() != x.numel() * gloo.size():
         _refuse("output tensor size must be equal to world_size times input tensor size")
-    work, parts = _gathered(gloo, x)
+    work, parts = gathered(gloo, x)
     finish = lambda: _write(out, torch.cat([part.reshape(-1) for part in parts]))  # noqa: E731
     return out, _Work(work, finish).boxed()
 
@@ -192,7 +197,7 @@ def _allgather(
     largest = max(piece.numel() for piece in pieces)
     padded = x.new_zeros(largest)
     padded[: x.numel()] = x.reshape(-1)
-    work, parts = _gathered(gloo, padded)
+    work, parts = gathered(gloo, padded)
 
     def finish() -> None:
         for piece, part in zip(pieces, parts, strict=True):
@@ -211,10 +216,10 @@ def _reduce_scatter_base(
         _refuse("input tensor must be the same type as the output tensor.")
     if out.numel() * gloo.size() != x.numel():
         _refuse("input tensor must be the same size as output size times world size")
-    work, parts = _gathered(gloo, x)
+    work, parts = gathered(gloo, x)
 
     def finish() -> None:
-        own = _reduced(parts, op.op()).reshape(-1).chunk(gloo.size())[gloo.rank()]
+        own = reduced(parts, op.op()).reshape(-1).chunk(gloo.size())[gloo.rank()]
         _write(out, own)
 
     return out, _Work(work, finish if x.numel() else lambda: None).boxed()
@@ -230,10 +235,10 @@ def _reduce_scatter(
     sizes = [piece.numel() for piece in pieces]
     if len(set(sizes)) > 1 and op.op() == _PRODUCT:
         _refuse("HCCL function error: HcclReduceScatterV, error code is 5 (reduce op PROD)")
-    work, parts = _gathered(gloo, torch.cat([piece.reshape(-1) for piece in pieces]))
+    work, parts = gathered(gloo, torch.cat([piece.reshape(-1) for piece in pieces]))
 
     def finish() -> None:
-        _write(out, _reduced(parts, op.op()).split(sizes)[gloo.rank()])
+        _write(out, reduced(parts, op.op()).split(sizes)[gloo.rank()])
 
     return outs, _Work(work, finish).boxed()
 
@@ -268,7 +273,7 @@ def _scatter(
     given = pieces[0] if pieces else []
     _check([out, *given])
     row = torch.stack(given) if given else out.new_zeros((gloo.size(), *out.shape))
-    work, parts = _gathered(gloo, row)
+    work, parts = gathered(gloo, row)
     return outs, _Work(work, lambda: _write(out, parts[root][gloo.rank()])).boxed()
 
 
@@ -312,10 +317,20 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
+class _ProcessGroup(dist.ProcessGroupGloo):
+    """The backend of a group, which a kernel of another library finds by name."""
+
+    group_id = ""
+
+    def get_hccl_comm_name(self, global_rank: int, init_comm: bool = True) -> str:
+        if init_comm:
+            met(self.group_id)
+        return self.group_id if _groups[self.group_id][2] else ""
+
+
 def _create(options: Any, backend_options: Any) -> Any:
-    gloo = dist.ProcessGroupGloo(
-        options.store, options.group_rank, options.group_size, options.timeout
-    )
+    gloo = _ProcessGroup(options.store, options.group_rank, options.group_size, options.timeout)
+    gloo.group_id = options.group_id
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     _groups[options.group_id] = ranks, gloo, []
     return gloo

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FusedKernel: what the fused matmuls of torch's backends check alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.backends._torch.dtypes import name_of as _name
+
+__all__ = ["FusedKernel"]
+
+
+class FusedKernel:
+    """A matmul and a collective in one, over the process group of a communicator.
+
+    Args:
+        kind: see [Note: fused kinds].
+        communicator: a TorchCommunicator.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+
+    def __init__(self, kind: str, communicator: Any) -> None:
+        self.kind = kind
+        self.ranks: tuple[int, ...] = communicator.ranks
+        self.group: dist.ProcessGroup = communicator.group
+
+    def exists(self) -> bool:
+        """Tell whether what is installed has a kernel of this kind."""
+        raise NotImplementedError
+
+    def refusal(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
+        """Say which limit keeps it from serving this call, or None; alike on all ranks."""
+        if list(self.ranks) != sorted(self.ranks):
+            return "the mesh must list the group's ranks in ascending order"
+        if x.dtype != w.dtype or x.dtype not in self.dtypes:
+            known = ", ".join(map(_name, self.dtypes))
+            return f"the dtypes must be one of {known}, but are {_name(x.dtype)}, {_name(w.dtype)}"
+        if not (x.numel() and w.numel()):
+            return "the matrices must have elements"
+        return self.limit(x, w)
+
+    def limit(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
+        """Say what else keeps this library's kernels from serving a call, or None."""
+        raise NotImplementedError

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mc2Matmul: matmuls of torch_npu that communicate through HCCL meanwhile (MC2).
+
+[Note: one MC2 group] On some chips all MC2 kernels of a process must use one communicator. So the
+first group that runs one is the only one, as long as it exists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.backends._torch.fused import FusedKernel
+from hyper_parallel.backends.npu.formats import NpuOps
+
+__all__ = ["Mc2Matmul"]
+
+_OPS = {
+    "all_gather_matmul": "npu_all_gather_base_mm",
+    "matmul_reduce_scatter": "npu_mm_reduce_scatter_base",
+    "matmul_all_reduce": "npu_mm_all_reduce_base",
+}
+# Documented up to 32 on some chips, and seen to fail with 16 there.
+_GROUP_SIZES = (2, 4, 8)
+_INNER = range(256, 65535)
+_ALL_REDUCE_CHIP = "Ascend910B"
+
+_ops = NpuOps()
+_first: weakref.ref[dist.ProcessGroup] | None = None  # see [Note: one MC2 group]
+
+
+class Mc2Matmul(FusedKernel):
+    """`torch_npu.npu_*_base*`, by kind."""
+
+    dtypes = (torch.float16, torch.bfloat16)
+
+    def exists(self) -> bool:
+        """Tell whether this torch_npu has the op."""
+        return hasattr(importlib.import_module("torch_npu"), _OPS[self.kind])
+
+    def limit(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
+        """Say which documented limit of MC2 a call is outside of, or None."""
+        if len(self.ranks) not in _GROUP_SIZES:
+            return f"MC2 is used with {_GROUP_SIZES} ranks, not {len(self.ranks)}"
+        if x.shape[1] not in _INNER:
+            first, last = _INNER[0], _INNER[-1]
+            return f"MC2 multiplies over {first} to {last} entries, not {x.shape[1]}"
+        if _ops.is_private(x) or _ops.is_private(w):
+            return "MC2 is used with tensors in the plain memory format"
+        if self.kind == "matmul_all_reduce":
+            name = torch.get_device_module("npu").get_device_name()
+            if not name.startswith(_ALL_REDUCE_CHIP):
+                return f"MC2 has this kind on {_ALL_REDUCE_CHIP} only, not on {name}"
+        first_group = None if _first is None else _first()
+        if first_group is not None and first_group is not self.group:
+            ranks = tuple(dist.get_process_group_ranks(first_group))
+            return f"MC2 is used with one group in a process, here that of ranks {ranks}"
+        return None
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> Any:
+        """Run the op on the group's HCCL communicator, which the first call makes."""
+        global _first
+        _first = weakref.ref(self.group)
+        op = getattr(importlib.import_module("torch_npu"), _OPS[self.kind])
+        backend: Any = self.group._get_backend(torch.device("npu"))
+        comm = backend.get_hccl_comm_name(dist.get_rank())
+        if self.kind == "matmul_all_reduce":
+            return op(x, w, comm, reduce_op="sum")
+        if self.kind == "matmul_reduce_scatter":
+            return op(x, w, comm, len(self.ranks), reduce_op="sum")
+        product, gathered = op(x, w, comm, len(self.ranks), gather_index=0, gather_output=True)
+        return product, gathered
