@@ -317,7 +317,7 @@ def test_blocks_nest_and_end_with_an_exception():
     assert (inner.get_counts(), outer.get_counts()) == ({GATHER: 1}, {GATHER: 2})
 
 
-@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, DTYPE], ids=str)
 @pytest.mark.usefixtures("kernels")
 @simulate(2)
 def test_autocast_is_that_of_the_two_steps(parameters):

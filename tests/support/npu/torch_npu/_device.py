@@ -110,7 +110,11 @@ def _traits(op: Any) -> tuple[str, bool, bool, tuple[str, ...], tuple[int, ...]]
     the places of its tensors."""
     aliases = [value.alias_info for value in op._schema.returns]
     name = op._schema.name.partition("::")[2]
-    is_view = any(alias is not None and not alias.is_write for alias in aliases) or name == "set_"
+    is_view = (
+        any(alias is not None and not alias.is_write for alias in aliases)
+        or torch.Tag.inplace_view in op.tags  # changes the npu tensor's own shape
+        or name == "set_"
+    )
     outs = tuple(argument.name for argument in op._schema.arguments if argument.is_out)
     places = [i for i, a in enumerate(op._schema.arguments) if isinstance(a.type, torch.TensorType)]
     return name, is_view, torch.Tag.nondeterministic_seeded in op.tags, outs, tuple(places)
