@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from hyper_parallel.conformance.collectives import collective_checks
+from hyper_parallel.conformance.fused import fused_checks
 from hyper_parallel.conformance.here import EMULATED, FAIL, PASS, REFUSED, Check, Here
 from hyper_parallel.conformance.moves import move_checks
 from hyper_parallel.conformance.report import Report, Result
@@ -22,7 +23,7 @@ _RANKS = 2
 
 def all_checks() -> list[Check]:
     """List every check of the suite, in the order they run."""
-    return [*collective_checks(), *move_checks(), *training_checks()]
+    return [*collective_checks(), *move_checks(), *fused_checks(), *training_checks()]
 
 
 def run_conformance(

@@ -97,7 +97,7 @@ def fused_collectives() -> Generator[FusedCalls, None, None]:
     cannot fuse runs as it does outside of the block. Off by default: no device has run these
     kernels from this library yet. All ranks must enter and leave alike.
 
-    Returns:
+    Yields:
         The calls, to be counted or printed, during the block and after it.
 
     Communicates:

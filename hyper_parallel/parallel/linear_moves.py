@@ -96,6 +96,9 @@ class LinearMoves:
             x: the input; a DTensor as `arrive` gives it.
             learns: the output is handed out plain, so its global size must be remembered.
 
+        Returns:
+            The moves, the same object for the same shape.
+
         Raises:
             LayoutError: the input does not fit the layer or its declared layout.
         """

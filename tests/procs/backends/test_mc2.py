@@ -19,6 +19,7 @@ from hyper_parallel import (
     fused_collectives,
     init_device_mesh,
 )
+from hyper_parallel.conformance import run_conformance
 from hyper_parallel.runtime import DeviceMesh
 from support.device import on_simulated_npu
 
@@ -172,6 +173,21 @@ def test_one_group_and_some_sizes_are_served(procs2: Any) -> None:
             {"MC2 is used with one group in a process, here that of ranks (0, 1)"},
             "MC2 is used with (2, 4, 8) ranks, not 3",
         ]
+
+
+def conformance() -> dict[str, tuple[str, str]]:
+    """Run the suite's checks of fused matmuls on this rank."""
+    report = run_conformance("npu", world="here", only=["fused matmul"])
+    return {one.case: (one.status, one.detail) for one in report.results}
+
+
+def test_the_conformance_suite_checks_the_kernels(procs2: Any) -> None:
+    for found in procs2.run(conformance):
+        assert found == {
+            "all_gather_matmul": ("pass", ""),
+            "matmul_reduce_scatter": ("pass", ""),
+            "matmul_all_reduce": ("", REFUSED["chip"]),
+        }
 
 
 def own_refusals() -> list[str]:

@@ -27,6 +27,7 @@ from hyper_parallel.conformance import (
     table,
 )
 from hyper_parallel.conformance.worlds import run_on_ranks
+from support.stepwise import Stepwise
 
 
 def run(*only, ranks=2):
@@ -40,7 +41,8 @@ def test_simulated_ranks_conform(ranks):
     assert len(report.results) == len(all_checks())
     assert {result.status for result in report.results} >= {PASS, REFUSED}
     alone = [result.detail for result in report.results if not result.status]
-    assert alone == (["it takes more than one rank"] * 7 if ranks == 1 else [])
+    absent = "the simulated backend has no such kernel"
+    assert alone == (["it takes more than one rank"] * 10 if ranks == 1 else [absent] * 3)
 
 
 def test_ids_are_unique():
@@ -157,6 +159,21 @@ def test_a_wrong_communicator_fails_where_it_is_wrong(monkeypatch, kind):
     monkeypatch.setattr(simulated, "SimulatedCommunicator", kind)
     failures = run(*WRONG[kind], ranks=4).failures
     assert {one.group for one in failures} == {name.partition("[")[0] for name in WRONG[kind]}
+
+
+class Unordered(Stepwise):
+    """Gathers and spreads rows in another order."""
+
+    def __call__(self, x, w):
+        made = super().__call__(x, w)
+        return made.flip(0) if isinstance(made, torch.Tensor) else (made[0], made[1].flip(0))
+
+
+@pytest.mark.parametrize("kernel", [Stepwise, Unordered])
+def test_fused_matmuls_are_checked_where_there_are_some(monkeypatch, kernel):
+    monkeypatch.setattr(simulated.SimulatedBackend, "fused", lambda self, *args: kernel(*args))
+    expected = FAIL if kernel is Unordered else PASS
+    assert {one.status for one in run("fused matmul", ranks=3).results} == {expected}
 
 
 def test_a_wrong_move_of_all_ranks_fails(monkeypatch):

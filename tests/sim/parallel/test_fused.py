@@ -26,28 +26,9 @@ from hyper_parallel.backends._torch.simulated import SimulatedBackend
 from hyper_parallel.runtime.fused import find_fused
 from support.dense import assert_same
 from support.device import DEVICE, DTYPE
+from support.stepwise import Stepwise
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-
-
-class Stepwise:
-    """A kernel that takes the two steps, on matrices only, as a backend's would."""
-
-    def __init__(self, kind, communicator):
-        self.kind, self.comm = kind, communicator
-
-    def refusal(self, x, w):
-        return "float16 is not served" if x.dtype == torch.float16 else None
-
-    def __call__(self, x, w):
-        assert x.dim() == w.dim() == 2
-        assert x.is_contiguous()
-        assert not torch.is_grad_enabled()
-        if self.kind == GATHER:
-            whole = self.comm.all_gather(x)
-            return whole @ w, whole
-        move = self.comm.reduce_scatter if self.kind == SCATTER else self.comm.all_reduce
-        return move(x @ w)
 
 
 @pytest.fixture
@@ -270,13 +251,19 @@ def test_what_is_not_even_runs_apart():
 
 
 @pytest.mark.usefixtures("kernels")
-@simulate(2)
-def test_what_a_kernel_refuses_runs_apart():
-    for style in (
-        ColwiseParallel(input_layouts=Shard(0)),
-        RowwiseParallel(output_layouts=Shard(0)),
-    ):
-        assert reasons(style, torch.ones(4, 6).half()) == ["float16 is not served"]
+def test_what_a_kernel_refuses_runs_apart(monkeypatch):
+    monkeypatch.setattr(Stepwise, "unserved", DTYPE)
+
+    @simulate(2)
+    def run():
+        x = torch.ones(4, 6, dtype=DTYPE)
+        for style in (
+            ColwiseParallel(input_layouts=Shard(0)),
+            RowwiseParallel(output_layouts=Shard(0)),
+        ):
+            assert reasons(style, x) == [f"{DTYPE} is not served"]
+
+    run()
 
 
 @simulate(2)
