@@ -21,11 +21,14 @@ from typing import Any
 
 from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.calls import Call, Wait, deadlock_text, mismatch_text, user_line
+from hyper_parallel.runtime.held import Held, find_held
 from hyper_parallel.runtime.process_state import ProcessPart
 
 __all__ = ["Baton", "Outcome", "Released", "current_rank"]
 
-_GRACE_S = 1.0
+_GRACE_S = 1.0  # until a rank that does not communicate is interrupted
+_LAST_GRACE_S = 10.0  # until one that cannot be is left alone
+_LOOK_EVERY_S = 1.0
 
 
 class _Here(threading.local):
@@ -72,10 +75,10 @@ class _Rank:
         """Take the reply, raise the refusal, or end with the run that is stopping."""
         self.wait, reply, refusal = None, self.reply, self.refusal
         self.reply = self.refusal = None
-        if stopping:
-            raise Released("at a collective")
         if refusal is not None:
             raise refusal
+        if stopping:
+            raise Released("at a collective")
         return reply
 
 
@@ -95,6 +98,8 @@ class Baton:
         self._failed = 0
         self._stop_early = False
         self._stopping = False
+        self._abandoned = False
+        self._held: Held | None = None
         self._running: _Rank | None = None
         self._done = _taken_lock()
 
@@ -124,7 +129,8 @@ class Baton:
                 thread.start()
             callers = self._swap(self._ranks[0].state)
             self._wake(self._ranks[0])
-            self._done.acquire()
+            while not self._done.acquire(timeout=_LOOK_EVERY_S):
+                self._look(threads)
         except BaseException:
             self._stop(threads)
             raise
@@ -240,6 +246,8 @@ class Baton:
         rank.turn.release()
 
     def _swap(self, state: list[Any]) -> list[Any]:
+        if self._abandoned:  # the process's state is the caller's again
+            return state
         return [part.swap(own) for part, own in zip(self._parts, state, strict=True)]
 
     def _following(self) -> _Rank | None:
@@ -255,6 +263,24 @@ class Baton:
             rank.refusal = Released(f"in {rank.wait}") if self._failed else BackendError(text)
             rank.wait = None
         self._groups.clear()
+
+    def _look(self, threads: Sequence[threading.Thread]) -> None:
+        """End a run that hangs outside of collectives; see [Note: held properties]."""
+        idents = [thread.ident for thread in threads]
+        before, self._held = (
+            self._held,
+            find_held(self._running.rank if self._running else 0, idents),
+        )
+        held = self._held
+        if held is None or held != before or self._stopping:
+            return
+        text = f"a rank must not communicate inside the cached_property {held.name!r}"
+        do = "Compute the value before, or use Python 3.12, where such a property has no lock"
+        got = {"rank inside": held.holder, "rank that waits for its lock": held.waiting}
+        holder = self._ranks[held.holder]
+        holder.refusal = BackendError(describe("simulate", text, do, **got))
+        self._stopping = True
+        holder.turn.release()
 
     def _stop(self, threads: list[threading.Thread]) -> None:
         """End all ranks after an exception in the caller's thread, such as an interrupt."""
@@ -275,7 +301,8 @@ class Baton:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(ident or 0), ctypes.py_object(Released)
             )
-            ended = self._done.acquire(timeout=_GRACE_S)
+            ended = self._done.acquire(timeout=_LAST_GRACE_S)
+            self._abandoned = not ended
         for thread in threads:
             if ended and thread.ident is not None:
                 thread.join()

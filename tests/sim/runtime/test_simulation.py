@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """simulate: results, order, errors of one rank, nesting, and what is left behind."""
 
+import functools
 import os
+import random
 import signal
+import sys
 import threading
 import time
 
@@ -12,6 +15,7 @@ import torch
 from hyper_parallel.errors import BackendError, LayoutError
 from hyper_parallel.runtime import (
     backend_for,
+    baton,
     current_rank,
     init_device_mesh,
     override_backend,
@@ -236,4 +240,62 @@ def test_an_interrupt_ends_all_ranks(computes):
 
     with pytest.raises(KeyboardInterrupt):
         simulate(3).run(endless)
+    assert simulate(2).run(current_rank) == [0, 1]
+
+
+def test_a_rank_that_cannot_be_interrupted_leaves_the_process_alone(monkeypatch):
+    monkeypatch.setattr(baton, "_GRACE_S", 0.05)
+    monkeypatch.setattr(baton, "_LAST_GRACE_S", 0.05)
+
+    def stuck():
+        if current_rank() == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return random.random()
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(2).run(stuck)
+    random.seed(5)
+    state = random.getstate()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join(10)
+            assert not thread.is_alive()
+    assert random.getstate() == state
+
+
+class Widths:
+    """A value that ranks agree on when it is first read."""
+
+    def __init__(self):
+        self.comm = group()
+
+    @functools.cached_property
+    def total(self):
+        return sum(total for (total,) in self.comm.all_gather_ints([1]))
+
+
+def read_total():
+    return Widths().total
+
+
+@pytest.mark.parametrize("stop_early", [True, False])
+def test_a_collective_inside_a_cached_property_is_an_error_or_works(monkeypatch, stop_early):
+    monkeypatch.setattr(baton, "_LOOK_EVERY_S", 0.05)
+    if sys.version_info >= (3, 12):  # the property has no lock
+        assert simulate(3).run(read_total) == [3] * 3
+        return
+    text = (
+        "simulate: a rank must not communicate inside the cached_property 'total', but got"
+        " rank inside=0, rank that waits for its lock=1. Compute the value before, or use"
+        " Python 3.12, where such a property has no lock."
+    )
+    if stop_early:
+        with pytest.raises(BackendError) as caught:
+            simulate(3).run(read_total)
+        assert str(caught.value) == text
+    else:
+        first, *others = simulate(3).outcomes(read_total)
+        assert str(first) == text
+        assert all("a rank that others wait for must not fail" in str(one) for one in others)
     assert simulate(2).run(current_rank) == [0, 1]
