@@ -151,8 +151,9 @@ def test_every_limit_falls_back_and_is_counted(procs2: Any) -> None:
 
 
 def groups() -> list[set[str | None] | str | None]:
-    """Use two groups of one process, then ask for a group of three."""
+    """Use two groups of one process, then ask for a group of three and for a private format."""
     import torch.distributed as dist
+    import torch_npu
 
     mesh = init_device_mesh("npu", (2,))
     other = DeviceMesh.from_group(dist.new_group([0, 1]), "npu")
@@ -161,17 +162,24 @@ def groups() -> list[set[str | None] | str | None]:
         with fused_collectives() as calls:
             parallel(block(), on)(torch.ones(1, 2, WIDE).half())
         reasons.append({call.refusal for call in calls.counts})
-    three = SimpleNamespace(ranks=(0, 1, 2), group=mesh.get_group())
-    kernel = mesh.backend.fused("all_gather_matmul", three)
-    return [*reasons, kernel.refusal(torch.ones(2, WIDE).half(), torch.ones(WIDE, 2).half())]
+    two, three = (
+        SimpleNamespace(ranks=ranks, group=mesh.get_group()) for ranks in ((0, 1), (0, 1, 2))
+    )
+    x, w = torch.ones(2, WIDE).half(), torch.ones(WIDE, 2).half()
+    reasons.append(mesh.backend.fused("all_gather_matmul", three).refusal(x, w))
+    tiles = torch_npu.npu_format_cast(w, torch_npu.Format.FRACTAL_NZ)
+    kernel = mesh.backend.fused("all_gather_matmul", two)
+    return [*reasons, kernel.refusal(x, tiles), kernel.refusal(x, w)]
 
 
-def test_one_group_and_some_sizes_are_served(procs2: Any) -> None:
+def test_one_group_some_sizes_and_plain_formats_are_served(procs2: Any) -> None:
     for reasons in procs2.run(groups):
         assert reasons == [
             {None},
             {"MC2 is used with one group in a process, here that of ranks (0, 1)"},
             "MC2 is used with (2, 4, 8) ranks, not 3",
+            "MC2 is used with tensors in the plain memory format",
+            None,
         ]
 
 
