@@ -21,6 +21,7 @@ class FusedKernel:
         communicator: a TorchCommunicator.
     """
 
+    device_type: str
     dtypes: tuple[torch.dtype, ...]
 
     def __init__(self, kind: str, communicator: Any) -> None:
@@ -36,6 +37,8 @@ class FusedKernel:
         """Say which limit keeps it from serving this call, or None; alike on all ranks."""
         if list(self.ranks) != sorted(self.ranks):
             return "the mesh must list the group's ranks in ascending order"
+        if {x.device.type, w.device.type} != {self.device_type}:
+            return f"the matrices must be on {self.device_type}"
         if x.dtype != w.dtype or x.dtype not in self.dtypes:
             known = ", ".join(map(_name, self.dtypes))
             return f"the dtypes must be one of {known}, but are {_name(x.dtype)}, {_name(w.dtype)}"

@@ -29,6 +29,7 @@ _OPS = {
 class SymmetricMatmul(FusedKernel):
     """`torch.ops.symm_mem.fused_*`, by kind."""
 
+    device_type = "cuda"
     dtypes = FLOATS
 
     def exists(self) -> bool:

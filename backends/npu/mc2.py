@@ -36,6 +36,7 @@ _first: weakref.ref[dist.ProcessGroup] | None = None  # see [Note: one MC2 group
 class Mc2Matmul(FusedKernel):
     """`torch_npu.npu_*_base*`, by kind."""
 
+    device_type = "npu"
     dtypes = (torch.float16, torch.bfloat16)
 
     def exists(self) -> bool:

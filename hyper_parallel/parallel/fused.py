@@ -130,11 +130,8 @@ def fused_collectives() -> Generator[FusedCalls, None, None]:
 class FusedSide:
     """The side of a Linear where a collective meets the matmul; see [Note: fused collectives].
 
-    Args:
-        mesh: the mesh, of one axis and several ranks.
-        where: the style and the module.
-        dim: the dim that is cut on this side; None for a sum that all ranks get.
-        layouts: those that every rank must have an equal part of.
+    `dim` is cut there, None for a sum that all ranks get. The ranks' parts of `layouts` must be
+    equal for kernels.
     """
 
     def __init__(
@@ -206,6 +203,8 @@ class Fusing(NamedTuple):
         """Give what runs the kernel, or say why there is none."""
         if kind == ALL_REDUCE and self.records:
             return "kernels of this kind are for inference, and gradients are recorded"
+        if not x.dim() or x.shape[-1] != w.shape[0]:
+            return "the matrices must fit"  # the matmul itself says more
         if not self.side.is_even():
             return "the ranks' parts must be of one size"
         rows = self.side.front(x).reshape(-1, x.shape[-1]).contiguous()

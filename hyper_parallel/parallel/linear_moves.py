@@ -43,13 +43,7 @@ class Moves:
 class LinearMoves:
     """Where the tensors around a Linear are, and what moves them; planned once for each shape.
 
-    Args:
-        mesh: the mesh, of one axis.
-        where: the style and the module, for errors.
-        column: the weight is cut by output features, not by input features.
-        places: where a plain input is, and where the output shall be.
-        sizes: in_features, out_features.
-        even_shards: plain inputs have equal shards.
+    `places` are those of a plain input and of the output, `sizes` in_features and out_features.
     """
 
     def __init__(
@@ -90,18 +84,7 @@ class LinearMoves:
         return Moves(leave=lambda y: comm.all_reduce(y), fused=fused)
 
     def of(self, x: torch.Tensor, *, learns: bool) -> Moves:
-        """Give the moves for this input's global shape.
-
-        Args:
-            x: the input; a DTensor as `arrive` gives it.
-            learns: the output is handed out plain, so its global size must be remembered.
-
-        Returns:
-            The moves, the same object for the same shape.
-
-        Raises:
-            LayoutError: the input does not fit the layer or its declared layout.
-        """
+        """Give the moves for this input's global shape; `learns` the output's for a plain one."""
         try:
             found = self._of(x)
         except LayoutError as error:

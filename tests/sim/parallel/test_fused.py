@@ -12,6 +12,7 @@ from torch import nn
 from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
+    LayoutError,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
@@ -264,6 +265,19 @@ def test_what_a_kernel_refuses_runs_apart(monkeypatch):
             assert reasons(style, x) == [f"{DTYPE} is not served"]
 
     run()
+
+
+@pytest.mark.usefixtures("kernels")
+@simulate(2)
+def test_a_wrong_shape_is_refused_as_outside_of_the_block():
+    layer = RowwiseParallel().apply(nn.Linear(6, 5), init_device_mesh(DEVICE, (2,)))
+    for x in (torch.ones(4, 4), torch.tensor(1.0)):
+        texts = []
+        for within in (nullcontext(), fused_collectives()):
+            with pytest.raises(LayoutError) as caught, torch.no_grad(), within:
+                layer(x)
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1]
 
 
 @simulate(2)
