@@ -23,12 +23,7 @@ from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
 from hyper_parallel.errors import LayoutError, describe
-from hyper_parallel.runtime.interface import (
-    ArrayOps,
-    Capabilities,
-    Communicator,
-    FusedMatmul,
-)
+from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 from hyper_parallel.runtime.mesh import DeviceMesh
 
 __all__ = ["TorchBackend"]
@@ -180,10 +175,6 @@ class TorchBackend:
             dtypes=self.dtypes,
             uneven=self.capabilities.uneven_gather,
         )
-
-    def fused(self, kind: str, communicator: Communicator) -> FusedMatmul | None:
-        """Give no kernel: torch's matmul and a collective do it."""
-        return None
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
         """Give the mesh's ranks as an int32 CPU tensor, as torch's `mesh.mesh`."""

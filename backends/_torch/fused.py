@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ class FusedKernel:
         communicator: a TorchCommunicator.
     """
 
+    ops: ClassVar[Mapping[str, str]]  # names by kind
     device_type: str
     dtypes: tuple[torch.dtype, ...]
 

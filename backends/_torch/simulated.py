@@ -22,12 +22,7 @@ from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
 from hyper_parallel.errors import BackendError, LayoutError, describe
 from hyper_parallel.runtime.baton import Baton, current_rank
 from hyper_parallel.runtime.calls import Call
-from hyper_parallel.runtime.interface import (
-    ArrayOps,
-    Capabilities,
-    Communicator,
-    FusedMatmul,
-)
+from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 from hyper_parallel.runtime.registry import backend_for
 
 __all__ = ["SimulatedBackend", "SimulatedGroup", "SimulatedMesh"]
@@ -63,7 +58,7 @@ class SimulatedBackend:
         self._reduces = REDUCES
         if self.device_type not in ("cpu", "meta"):
             real = backend_for(self.device_type)
-            self.capabilities = replace(real.capabilities, checks_calls=True)
+            self.capabilities = replace(real.capabilities, checks_calls=True, fuses=frozenset())
             self.ops = real.ops
             self._reduces = (real.capabilities.reduces or REDUCES) | real.capabilities.widens
         self._world_size = world_size
@@ -239,10 +234,6 @@ class SimulatedBackend:
         return SimulatedCommunicator(
             self._connected(), group, device_type=self.device_type, reduces=self._reduces
         )
-
-    def fused(self, kind: str, communicator: Communicator) -> FusedMatmul | None:
-        """Give no kernel: torch's matmul and a collective do it."""
-        return None
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
         """Give the mesh's ranks as an int tensor, as torch's DeviceMesh.mesh is."""

@@ -27,7 +27,12 @@ class CudaBackend(TorchBackend):
         reduces=(*FLOATS, *INTS, torch.bool),
         widens={torch.int16: torch.int32},
     )
-    capabilities = Capabilities(uneven_gather=True, native_avg=True, **dtypes.answers())
+    capabilities = Capabilities(
+        uneven_gather=True,
+        native_avg=True,
+        fuses=frozenset(SymmetricMatmul.ops),
+        **dtypes.answers(),
+    )
 
     def fused(self, kind: str, communicator: Communicator) -> SymmetricMatmul | None:
         """Give torch's kernel over symmetric memory, where this torch has one of the kind."""

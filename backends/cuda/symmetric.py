@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Mapping
 from itertools import permutations
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,21 +21,20 @@ from hyper_parallel.backends._torch.fused import FusedKernel
 
 __all__ = ["SymmetricMatmul"]
 
-_OPS = {
-    "all_gather_matmul": "fused_all_gather_matmul",
-    "matmul_reduce_scatter": "fused_matmul_reduce_scatter",
-}
-
 
 class SymmetricMatmul(FusedKernel):
     """`torch.ops.symm_mem.fused_*`, by kind."""
 
+    ops: ClassVar[Mapping[str, str]] = {
+        "all_gather_matmul": "fused_all_gather_matmul",
+        "matmul_reduce_scatter": "fused_matmul_reduce_scatter",
+    }
     device_type = "cuda"
     dtypes = FLOATS
 
     def exists(self) -> bool:
         """Tell whether this torch has the op."""
-        return self.kind in _OPS and _op(_OPS[self.kind]) is not None
+        return _op(self.ops[self.kind]) is not None
 
     def limit(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
         """Say why the GPUs of the group cannot read each other's memory, or None."""
@@ -42,7 +42,7 @@ class SymmetricMatmul(FusedKernel):
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> Any:
         """Run the op on rows of dim 0."""
-        op: Any = _op(_OPS[self.kind])
+        op: Any = _op(self.ops[self.kind])
         if self.kind == "matmul_reduce_scatter":
             return op(x, w, "sum", 0, self.group.group_name)
         gathered, (product,) = op(x, [w], 0, self.group.group_name, return_A=True)

@@ -38,7 +38,7 @@ class NpuBackend(TorchBackend):
         widens={torch.bool: torch.int32, torch.uint8: torch.int32},
         widens_product={torch.int16: torch.int32, torch.bfloat16: torch.float32},
     )
-    capabilities = Capabilities(**dtypes.answers())
+    capabilities = Capabilities(fuses=frozenset(Mc2Matmul.ops), **dtypes.answers())
 
     def fused(self, kind: str, communicator: Communicator) -> Mc2Matmul | None:
         """Give the MC2 kernel of a kind, where this torch_npu has it."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,6 @@ from hyper_parallel.backends._torch.fused import FusedKernel
 from hyper_parallel.backends.npu.formats import NpuOps
 
 __all__ = ["Mc2Matmul"]
-
-_OPS = {
-    "all_gather_matmul": "npu_all_gather_base_mm",
-    "matmul_reduce_scatter": "npu_mm_reduce_scatter_base",
-    "matmul_all_reduce": "npu_mm_all_reduce_base",
-}
 # Documented up to 32 on some chips, and seen to fail with 16 there.
 _GROUP_SIZES = (2, 4, 8)
 _INNER = range(256, 65535)
@@ -36,12 +31,17 @@ _first: weakref.ref[dist.ProcessGroup] | None = None  # see [Note: one MC2 group
 class Mc2Matmul(FusedKernel):
     """`torch_npu.npu_*_base*`, by kind."""
 
+    ops: ClassVar[Mapping[str, str]] = {
+        "all_gather_matmul": "npu_all_gather_base_mm",
+        "matmul_reduce_scatter": "npu_mm_reduce_scatter_base",
+        "matmul_all_reduce": "npu_mm_all_reduce_base",
+    }
     device_type = "npu"
     dtypes = (torch.float16, torch.bfloat16)
 
     def exists(self) -> bool:
         """Tell whether this torch_npu has the op."""
-        return hasattr(importlib.import_module("torch_npu"), _OPS[self.kind])
+        return hasattr(importlib.import_module("torch_npu"), self.ops[self.kind])
 
     def limit(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
         """Say which documented limit of MC2 a call is outside of, or None."""
@@ -66,7 +66,7 @@ class Mc2Matmul(FusedKernel):
         """Run the op on the group's HCCL communicator, which the first call makes."""
         global _first
         _first = weakref.ref(self.group)
-        op = getattr(importlib.import_module("torch_npu"), _OPS[self.kind])
+        op = getattr(importlib.import_module("torch_npu"), self.ops[self.kind])
         backend: Any = self.group._get_backend(torch.device("npu"))
         comm = backend.get_hccl_comm_name(dist.get_rank())
         if self.kind == "matmul_all_reduce":

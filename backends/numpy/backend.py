@@ -77,9 +77,6 @@ class NumpyBackend:
         """Give NumPy's name of where arrays live."""
         return "cpu"
 
-    def fused(self, kind: str, communicator: Any) -> None:
-        """Give no kernel."""
-
     def _no_group(self, *_: Any) -> NoReturn:
         self.rank()
 

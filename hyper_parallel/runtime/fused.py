@@ -37,9 +37,11 @@ def find_fused(kind: str, mesh: DeviceMesh, x: Any, w: Any) -> Callable[[], Any]
     """
     comm = mesh.communicator(0)
     checked = comm if isinstance(comm, CheckedCommunicator) else None
-    kernel = mesh.backend.fused(kind, comm if checked is None else checked.inner)
+    backend: Any = mesh.backend
+    can = kind in backend.capabilities.fuses
+    kernel = backend.fused(kind, comm if checked is None else checked.inner) if can else None
     if kernel is None:
-        return f"the {mesh.backend.name} backend has no such kernel"
+        return f"the {backend.name} backend has no such kernel"
     refusal = kernel.refusal(x, w)
     if refusal is not None:
         return refusal

@@ -45,6 +45,9 @@ class Capabilities:
         widens: (op, dtype) that are reduced as another dtype, which takes copies. What is in
             neither set is refused.
         moves: dtypes that are moved as they are; others travel as bytes. None: all.
+        fuses: kinds of matmuls that a kernel may fuse with their collective; see [Note: fused
+            kinds]. `fused(kind, communicator)` of the backend gives a FusedMatmul, or None where
+            what is installed lacks it.
     """
 
     uneven_gather: bool = False
@@ -54,6 +57,7 @@ class Capabilities:
     reduces: frozenset[tuple[str, str]] | None = None
     widens: frozenset[tuple[str, str]] = frozenset()
     moves: frozenset[str] | None = None
+    fuses: frozenset[str] = frozenset()
 
 
 class Work(Protocol):
@@ -241,10 +245,6 @@ class Backend(Protocol):
 
     def union_communicator(self, ranks: tuple[int, ...]) -> Communicator:
         """Make a group of any ranks, in this order; exactly these call this together."""
-        ...
-
-    def fused(self, kind: str, communicator: Communicator) -> FusedMatmul | None:
-        """Give the kernel of a kind over a group, or None: a matmul and a collective do it then."""
         ...
 
     def index_array(self, mesh: AbstractMesh) -> Any:

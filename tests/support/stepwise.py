@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
+from hyper_parallel.backends._torch.simulated import SimulatedBackend
 from hyper_parallel.runtime import Communicator
 
-__all__ = ["Stepwise"]
+__all__ = ["Stepwise", "give_kernels"]
 
 
 class Stepwise:
@@ -32,3 +35,17 @@ class Stepwise:
         if self.kind == "matmul_reduce_scatter":
             return self.comm.reduce_scatter(x @ w)
         return self.comm.all_reduce(x @ w)
+
+
+def give_kernels(monkeypatch: pytest.MonkeyPatch, kernel: type[Stepwise] = Stepwise) -> None:
+    """Let simulated ranks have kernels of all kinds."""
+    make = SimulatedBackend.__init__
+    kinds = frozenset({"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"})
+
+    def make_fusing(self: Any, *args: Any) -> None:
+        make(self, *args)
+        self.capabilities = replace(self.capabilities, fuses=kinds)
+
+    fused = staticmethod(kernel)
+    monkeypatch.setattr(SimulatedBackend, "__init__", make_fusing)
+    monkeypatch.setattr(SimulatedBackend, "fused", fused, raising=False)

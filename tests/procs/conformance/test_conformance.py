@@ -68,7 +68,8 @@ def test_a_third_partys_backend_is_found_and_conforms(tmp_path: Path) -> None:
     install(tmp_path, "hub", "hub_backend:HubBackend")
     done = run(tmp_path, *SUITE, "--backend", "hub", "--ranks", "2", "-rN")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(all_checks())} passed" in done.stdout
+    without_kernels = len(all_checks()) - 3
+    assert f"{without_kernels} passed, 3 skipped" in done.stdout
 
 
 def test_pytest_runs_what_it_selects(tmp_path: Path) -> None:

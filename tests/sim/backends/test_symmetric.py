@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from hyper_parallel.backends.cuda import symmetric
+from hyper_parallel.backends.cuda import CudaBackend, symmetric
 
 SCHEMAS = {
     "fused_all_gather_matmul": (
@@ -23,11 +25,14 @@ SCHEMAS = {
 def test_the_ops_have_the_schemas_that_we_call(name):
     op = symmetric._op(name)
     assert str(op.default._schema) == f"symm_mem::{name}{SCHEMAS[name]}"
-    assert name in symmetric._OPS.values()
+    assert name in symmetric.SymmetricMatmul.ops.values()
 
 
-def test_an_op_that_torch_lacks_is_none():
-    assert symmetric._op("fused_matmul_all_reduce") is None
+def test_an_op_that_torch_lacks_is_no_kernel(monkeypatch):
+    lacks = {"all_gather_matmul": "fused_matmul_all_reduce"}
+    monkeypatch.setattr(symmetric.SymmetricMatmul, "ops", lacks)
+    group = SimpleNamespace(ranks=(0, 1), group=None)
+    assert CudaBackend().fused("all_gather_matmul", group) is None
 
 
 CASES = {

@@ -27,7 +27,7 @@ from hyper_parallel.conformance import (
     table,
 )
 from hyper_parallel.conformance.worlds import run_on_ranks
-from support.stepwise import Stepwise
+from support.stepwise import Stepwise, give_kernels
 
 
 def run(*only, ranks=2):
@@ -171,7 +171,7 @@ class Unordered(Stepwise):
 
 @pytest.mark.parametrize("kernel", [Stepwise, Unordered])
 def test_fused_matmuls_are_checked_where_there_are_some(monkeypatch, kernel):
-    monkeypatch.setattr(simulated.SimulatedBackend, "fused", lambda self, *args: kernel(*args))
+    give_kernels(monkeypatch, kernel)
     expected = FAIL if kernel is Unordered else PASS
     assert {one.status for one in run("fused matmul", ranks=3).results} == {expected}
 

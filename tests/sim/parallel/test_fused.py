@@ -23,11 +23,10 @@ from hyper_parallel import (
     parallelize_module,
     simulate,
 )
-from hyper_parallel.backends._torch.simulated import SimulatedBackend
 from hyper_parallel.runtime.fused import find_fused
 from support.dense import assert_same
 from support.device import DEVICE, DTYPE
-from support.stepwise import Stepwise
+from support.stepwise import Stepwise, give_kernels
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
@@ -35,7 +34,7 @@ GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_
 @pytest.fixture
 def kernels(monkeypatch):
     """Give simulated ranks kernels."""
-    monkeypatch.setattr(SimulatedBackend, "fused", lambda self, *args: Stepwise(*args))
+    give_kernels(monkeypatch)
 
 
 def run_layer(layer, given, grad):
