@@ -93,16 +93,15 @@ def _lying(tensor: torch.Tensor) -> tuple[Where, torch.Tensor]:
     return sharded_axes(tensor), local_of(tensor)
 
 
-def _grouped(lying: Sequence[tuple[Where, torch.Tensor]]) -> Groups:
+def _grouped(lying: Iterable[tuple[Where, torch.Tensor]]) -> Groups:
     """Sort local tensors by where they lie."""
     groups: dict[Any, tuple[Where, list[torch.Tensor]]] = {}
     for where, local in lying:
-        key = where if type(where) is tuple else id(where)
-        found = groups.get(key)
-        if found is None:
-            groups[key] = (where, [local])
+        key = where if type(where) is tuple else id(where)  # quicker than to compare layouts
+        if key in groups:
+            groups[key][1].append(local)
         else:
-            found[1].append(local)
+            groups[key] = (where, [local])
     return [
         (where if isinstance(where, tuple) else sharded_axes(where.cotangent), locals_)
         for where, locals_ in groups.values()
@@ -139,11 +138,12 @@ def _mesh_norm(
         for axes, locals_ in held
         if not any(place[axis] for axis in cut.difference(axes))
         for local in locals_
-        if local.numel()
     ]
     dtype = _common_dtype(everything).to_real()
-    value = _local_power(counted, everything[0].device, dtype, norm_type, foreach)
     is_extreme = math.isinf(norm_type)
+    if is_extreme or norm_type < 0:  # torch has none of an empty tensor
+        counted = [local for local in counted if local.numel()]
+    value = _local_power(counted, everything[0].device, dtype, norm_type, foreach)
     op = ("max" if norm_type > 0 else "min") if is_extreme else "sum"
     for axis in sorted(cut):
         value = reduce(mesh, axis, value, op)
@@ -162,8 +162,7 @@ def _local_power(
 ) -> torch.Tensor:
     """Give this rank's share as one number in a 1-d tensor: norm ** norm_type, or an extreme.
 
-    At least float32: a power of a half-precision norm would soon overflow. Parts that are empty on
-    this rank count nothing; torch has no extreme of an empty tensor.
+    At least float32: a power of a half-precision norm would soon overflow.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     if not counted:
@@ -228,12 +227,10 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> Groups:
     with without_torch_function():
         raws = [_get_grad(p) for p in parameters]
     return _grouped(
-        [
-            # What is plain lies in the cotangent layout; see [Note: gradients] in tensor.py.
-            (p._layout, raw) if type(p) is DTensor and type(raw) is torch.Tensor else _lying(p.grad)  # type: ignore[arg-type]
-            for p, raw in zip(parameters, raws, strict=True)
-            if raw is not None
-        ]
+        # What is plain lies in the cotangent layout; see [Note: gradients] in tensor.py.
+        (p._layout, raw) if type(raw) is torch.Tensor and type(p) is DTensor else _lying(p.grad)  # type: ignore[arg-type]
+        for p, raw in zip(parameters, raws, strict=True)
+        if raw is not None
     )
 
 

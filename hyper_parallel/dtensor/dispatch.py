@@ -19,7 +19,7 @@ import torch
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import entries, inplace, lists, ops
 from hyper_parallel.dtensor.moves import move
-from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
+from hyper_parallel.dtensor.pending import bare, is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
@@ -62,6 +62,10 @@ ROUTES: dict[Any, Route] = {}
 _MAX_ROUTES = 4096
 
 
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "").partition(".")[0]
+
+
 def find_route(func: Any) -> Route:
     """Tell who serves a torch function that has a DTensor among its arguments, and keep it."""
     if len(ROUTES) >= _MAX_ROUTES:
@@ -72,14 +76,14 @@ def find_route(func: Any) -> Route:
 
 def _route_of(func: Any) -> Route:
     """Tell who serves a function; by its name, as no argument changes that."""
-    name = getattr(func, "__name__", "").partition(".")[0]
+    name = _name(func)
     if name in ("__get__", "__set__"):
         attribute = getattr(func.__self__, "__name__", "")
         if attribute == "data":
             return partial(_data, name)
         name = attribute if attribute in _OP_GETTERS else "__set__"
     if name in ("is_complex", "is_floating_point"):
-        return lambda cls, func, args, kwargs: getattr(args[0].dtype, name)
+        return lambda cls, func, args, kwargs: getattr(bare(*args, **kwargs), name)()
     if name in _NATIVE:
         return _reading if name in _READING else _native
     if getattr(func, "__module__", "").startswith("torch.distributed."):
@@ -97,13 +101,12 @@ def _route_of(func: Any) -> Route:
         return lambda cls, func, args, kwargs: lists.list_op(cls, func, name, args, kwargs)
     if inplace.is_in_place(name, {}):
         return lambda cls, func, args, kwargs: inplace.run(cls, func, name, args, kwargs)
-    return partial(_op, name)
+    return _op
 
 
-def _op(name: str, cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    served = _served.get()
-    if served and name in served:
-        result = served[name](*args, **kwargs)
+def _op(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (served := _served.get()) and (function := served.get(_name(func))) is not None:
+        result = function(*args, **kwargs)
         if result is not NotImplemented:
             return result
     return ops.run(cls, func, args, kwargs)

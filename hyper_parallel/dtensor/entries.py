@@ -16,15 +16,18 @@ from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 __all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]
 
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_run_engine = torch.autograd.graph._engine_run_backward
 
 
 def _parts(cls: type[Any], tensors: Any) -> list[Any]:
     """Give plain tensors to start from, so that the engine is entered without us."""
     tensors = _as_list(tensors)
     parts = [t._graph if isinstance(t, cls) else t for t in tensors]  # type: ignore[attr-defined]
-    if any(part is None for part in parts):
-        with torch.enable_grad():
-            return [graph_part(t) if isinstance(t, cls) else t for t in tensors]
+    for part in parts:
+        if part is None:
+            with torch.enable_grad():
+                return [graph_part(t) if isinstance(t, cls) else t for t in tensors]
     return parts
 
 
@@ -108,13 +111,25 @@ def backward(  # noqa: PLR0913  # torch's signature
 ) -> None:
     """Serve torch.autograd.backward."""
     del grad_variables
+    parts, seeds = _parts(cls, tensors), _seeds(cls, tensors, grad_tensors)
+    if inputs is None and all(map(_fits, parts, seeds)):
+        keep = create_graph if retain_graph is None else retain_graph
+        options = {"allow_unreachable": True, "accumulate_grad": True}
+        _run_engine(tuple(parts), tuple(seeds), keep, create_graph, (), **options)
+        return
     torch.autograd.backward(
-        _parts(cls, tensors),
-        _seeds(cls, tensors, grad_tensors),
+        parts,
+        seeds,
         retain_graph=retain_graph,
         create_graph=create_graph,
         inputs=_accumulating_edges(cls, inputs),
     )
+
+
+def _fits(part: Any, seed: Any) -> bool:
+    """Tell whether a seed is one that torch takes as it is, which it is slow to find out."""
+    is_plain = type(part) is type(seed) is torch.Tensor
+    return is_plain and part.shape == seed.shape and part.dtype == seed.dtype
 
 
 def grad(
@@ -156,14 +171,13 @@ def _as_asked(cls: type[Any], tensor: Any, grad: Any) -> Any:
 
 def read_grad(cls: type[Any], tensor: Any) -> Any:
     """Serve `tensor.grad`: what autograd holds, shown as one DTensor as long as it is the same."""
-    source = tensor if tensor._graph is None else tensor._graph
     with without_torch_function():
-        raw = _get_grad(source)
+        raw = _get_grad(tensor if tensor._graph is None else tensor._graph)
+    if raw is None:
+        return None
     shown = tensor._shown_grad
     if shown is not None and shown[0] is raw:
         return shown[1]
-    if raw is None:
-        return None
     if isinstance(raw, cls):  # keep the local part, in the right layout
         write_grad(cls, tensor, raw)
         return read_grad(cls, tensor)
@@ -193,7 +207,7 @@ def write_grad(cls: type[Any], tensor: Any, value: Any) -> None:
         local = value.local_in(tensor._layout.cotangent)  # type: ignore[attr-defined]
     tensor._shown_grad = None
     with without_torch_function():
-        torch.Tensor.grad.__set__(tensor._recorded, local)  # type: ignore[attr-defined]
+        _set_grad(tensor if tensor._graph is None else tensor._graph, local)
 
 
 def register_hook(cls: type[Any], tensor: Any, hook: Callable[[Any], Any]) -> Any:

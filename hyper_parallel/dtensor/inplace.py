@@ -196,7 +196,7 @@ def _refuse_target(cls: type[Any], where: str, target: Any) -> None:
 
 
 def refuse_lost_write(where: str, target: Any) -> None:
-    """Refuse to write into a view of a copy; see [Note: lost writes] in ops.py."""
+    """Refuse to write into a view of a copy; see [Note: lost writes] in views.py."""
     if target._write_is_lost:
         raise LayoutError(
             describe(

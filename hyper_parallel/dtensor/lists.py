@@ -52,11 +52,9 @@ def list_op(
     if is_in_place:
         if torch.is_grad_enabled():
             refuse_gradient(where, [*first, *(v for arg in args[1:] for v in _as_list(arg))])
-        # Lists, not generators: an optimizer comes here with every parameter, several times a step.
-        if any([getattr(t, "_write_is_lost", False) for t in first]):  # noqa: C419
-            for target in first:
-                if isinstance(target, cls):
-                    refuse_lost_write(where, target)
+        for target, layout in zip(first, layouts, strict=True):
+            if layout is not None and target._write_is_lost:
+                refuse_lost_write(where, target)
     is_fused = name in _FUSED
     local_args = [_local_list(cls, where, arg, layouts, is_fused) for arg in args]
     local_kwargs = {k: _local_list(cls, where, v, layouts, is_fused) for k, v in kwargs.items()}
@@ -83,11 +81,11 @@ def _layouts_of(cls: type[Any], values: Sequence[Any]) -> list[Layout | None]:
 
 @functools.cache
 def _is_pointwise_list(name: str) -> bool:
-    return is_pointwise(name.removeprefix("_foreach_").rstrip("_"))
+    return name in _FUSED or is_pointwise(name.removeprefix("_foreach_").rstrip("_"))
 
 
 def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
-    if name not in _FUSED and not _is_pointwise_list(name):
+    if not _is_pointwise_list(name):
         raise RuleError(
             describe(
                 where,
@@ -95,14 +93,15 @@ def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
                 "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
             )
         )
-    if any([layout is not None and layout.has_partial for layout in layouts]):  # noqa: C419
-        raise RuleError(
-            describe(
-                where,
-                "operands must not be pending reductions",
-                "Redistribute them to Replicate first",
+    for layout in layouts:
+        if layout is not None and layout.has_partial:
+            raise RuleError(
+                describe(
+                    where,
+                    "operands must not be pending reductions",
+                    "Redistribute them to Replicate first",
+                )
             )
-        )
 
 
 def _as_list(value: Any) -> Sequence[Any]:
@@ -115,10 +114,12 @@ def _local_list(
     """Bring a list of operands to the layouts of the first list; a single operand to all."""
     if not isinstance(values, (list, tuple)):
         return values.local_in(_whole(values._layout)) if isinstance(values, cls) else values
-    if _layouts_of(cls, values) == layouts:  # as in an optimizer's step
-        if None not in layouts:
+    if values and type(values[0]) is not float and _layouts_of(cls, values) == layouts:
+        # As in an optimizer's step: nothing to be moved.
+        try:
             return [v._local for v in values]
-        return [getattr(v, "_local", v) for v in values]
+        except AttributeError:  # some are plain
+            return [getattr(v, "_local", v) for v in values]
     if len(values) != len(layouts):  # torch refuses it, unless it is empty
         layouts = [None] * len(values)
     return [

@@ -18,7 +18,7 @@ Three things stand between local tensors and DTensors:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from hyper_parallel.dtensor.moves import (
 from hyper_parallel.dtensor.pending import without_torch_function
 
 __all__ = [
-    "apply",
     "expect_wrapped",
     "graph_part",
     "graph_parts",
@@ -51,28 +50,40 @@ __all__ = [
     "wrap_results",
 ]
 
-LocalCall = Callable[[Sequence[torch.Tensor]], Any]
-
 # Inside this context torch's kernels see a DTensor as the plain tensor it is made of.
 without_dispatch = torch._C._DisableTorchDispatch
 _Plain = torch.Tensor
 _make_subclass = torch.Tensor._make_subclass
 _as_subclass = torch.Tensor.as_subclass
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def needs_grad(tensors: Sequence[Any]) -> bool:
     """Tell whether an op on these DTensors is recorded."""
-    if not torch.is_grad_enabled():
+    if not _is_grad_enabled():
         for tensor in tensors:  # perhaps within the forward of a Function
-            expect_wrapped(tensor)
+            if tensor._graph is not None and not tensor._is_ready:
+                expect_wrapped(tensor)
         return False
+    for tensor in tensors:
+        if tensor._graph is not None:
+            return True
     with without_torch_function():
-        return any(t.requires_grad for t in tensors)
+        return any([tensor.requires_grad for tensor in tensors])  # noqa: C419  # a short list
 
 
-def graph_parts(tensors: Sequence[Any], pending: Sequence[Layout | None]) -> list[torch.Tensor]:
+def graph_parts(
+    tensors: Sequence[Any], pending: Sequence[Layout | None] | None
+) -> list[torch.Tensor]:
     """Give `graph_part` of several DTensors; quickly for results of ops, and for leaves."""
-    parts: list[Any] = [t._graph if p is None else p for t, p in zip(tensors, pending, strict=True)]
+    parts: list[Any] = [tensor._graph for tensor in tensors]
+    if pending is not None:
+        parts = [own if lies is None else lies for own, lies in zip(parts, pending, strict=True)]
+    for part in parts:
+        if type(part) is not _Plain:
+            break
+    else:
+        return parts
     with without_torch_function(), without_dispatch():
         for i, tensor in enumerate(tensors):
             if parts[i] is None and tensor.is_leaf:
@@ -81,31 +92,6 @@ def graph_parts(tensors: Sequence[Any], pending: Sequence[Layout | None]) -> lis
         if type(part) is not _Plain:
             parts[i] = graph_part(tensors[i], part)
     return parts
-
-
-def apply(cls: type[Any], call: LocalCall, spec: Spec, tensors: Sequence[Any]) -> Any:
-    """Run `call` on the local tensors and wrap its results.
-
-    Args:
-        cls: the DTensor class.
-        call: the op, given the operands' local tensors.
-        spec: the layouts of operands, results and gradients.
-        tensors: the operands, in `spec.inputs`.
-
-    Returns:
-        What `call` returns, tensors as DTensors.
-
-    Communicates:
-        Forward: nothing. Backward: a gradient that lies elsewhere is moved.
-    """
-    if needs_grad(tensors):
-        pending = [
-            None if lies == t._layout.cotangent else lies
-            for t, lies in zip(tensors, spec.gradients, strict=True)
-        ]
-        parts = graph_parts(tensors, pending)
-        return wrap_results(cls, call(parts), spec, parts)
-    return wrap_results(cls, call([t._local for t in tensors]), spec)
 
 
 def wrap_results(
@@ -133,7 +119,8 @@ def wrap_results(
         if not isinstance(value, _Plain):
             continue
         if outputs is None:
-            layout = spec.inputs[0].replicated.with_shape(value.shape)
+            whole = spec.inputs[0].replicated
+            layout = Layout.of(whole.mesh, whole.placements, tuple(value.shape))
         else:
             layout = outputs[position]
         divisor = spec.divisors[position] if spec.divisors else 1

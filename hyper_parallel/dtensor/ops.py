@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a torch op on DTensors: rule -> decision -> moves -> the op on local tensors -> wrap.
-
-[Note: lost writes] A view of a DTensor that had to be gathered is a view of a copy: an in-place op
-on it would change the copy only. Such results carry a mark that views of them inherit and that the
-in-place path refuses.
-"""
+"""Run a torch op on DTensors: rule -> decision -> moves -> the op on local tensors -> wrap."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,26 +16,15 @@ from hyper_parallel.dtensor import inplace
 from hyper_parallel.dtensor.composed import composed
 from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
-from hyper_parallel.dtensor.known import KnownCall, read_call, remember
-from hyper_parallel.dtensor.local_op import apply, graph_parts, redistributed, wrap_results
+from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call, remember
+from hyper_parallel.dtensor.local_op import needs_grad
 from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.random import agree, given_generator, own_draw
-from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
+from hyper_parallel.dtensor.signatures import bind_call, by_name, op_name
+from hyper_parallel.dtensor.views import gives_views, memory_of
 from hyper_parallel.errors import LayoutError, describe
 
 __all__ = ["run"]
-
-_VIEWS = frozenset(
-    "t mT mH transpose permute movedim view reshape flatten unflatten squeeze unsqueeze"
-    " expand narrow select slice split chunk unbind tensor_split hsplit vsplit dsplit __getitem__"
-    " diagonal linalg_diagonal unfold real imag as_strided detach view_as_real view_as_complex"
-    " atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid".split()
-)
-# These copy where the local part has no view of this kind.
-_MAY_COPY = frozenset("view reshape flatten unflatten".split())
-# Views that are not contiguous, though their local part may be.
-_SCATTERING = _VIEWS - _MAY_COPY - frozenset("detach squeeze unsqueeze".split())
-
 
 def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one out-of-place op.
@@ -65,8 +51,9 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         key, tensors = raw
         known = tensors[0]._layout.mesh.decisions.get(key)
         if known is not None:
-            is_recorded = key[-1]
-            return _run_known(cls, known, tensors, is_recorded, func, args, kwargs)
+            if known.moves is not None:
+                tensors = known.moved(tensors)
+            return known.run(cls, func, args, kwargs, tensors, key[-1])
     if kwargs.get("out") is not None:
         return inplace.run(cls, func, func.__name__.partition(".")[0], args, kwargs)
     name = op_name(func)
@@ -85,115 +72,71 @@ def _run_first(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    raw: tuple[Any, list[Any]] | None,
+    raw: RawCall | None,
 ) -> Any:
     """Decide a call, run it, and remember what was decided."""
     flat, tree = tree_flatten((args, kwargs))
     if _lift_plain(cls, flat):
         args, kwargs = tree_unflatten(flat, tree)
-    written = slots = [i for i, leaf in enumerate(flat) if isinstance(leaf, cls)]
+    tensors = [leaf for leaf in flat if isinstance(leaf, cls)]
     _refuse_plain(cls, name, flat)
     if kwargs:
         _refuse_options(name, kwargs)
-    _one_mesh(name, [flat[i] for i in slots])
+    _one_mesh(name, tensors)
     bound = bind_call(name, func, args, kwargs)
-    ordered = _order(flat, slots, [t for t in bound.operands if isinstance(t, cls)])
-    slots = ordered or slots
-    tensors = [flat[i] for i in slots]
-    spec = decide(name, func, args, kwargs, bound=bound, tensors=tensors) if ordered else None
+    order = _order(tensors, [t for t in bound.operands if isinstance(t, cls)])
+    spec = None
+    if order is not None:
+        operands = [tensors[i] for i in order]
+        spec = decide(name, func, args, kwargs, bound=bound, tensors=operands)
     has_rule = spec is not None
     if spec is None:
-        spec = gathered(name, tensors)
-    moved = [
-        t if t._layout == layout else redistributed(t, layout)
-        for t, layout in zip(tensors, spec.inputs, strict=True)
-    ]
-
-    def with_operands(given: Sequence[torch.Tensor]) -> Any:
-        return tree_unflatten(_replaced(flat, slots, given), tree)
-
-    def call(locals_: Sequence[torch.Tensor]) -> Any:
-        call_args, call_kwargs = with_operands(locals_)
-        if spec.local is not None:
-            return spec.local.run(func, call_args, call_kwargs)
-        return func(*call_args, **call_kwargs)
-
-    is_view = name in _VIEWS and _has_no_positions(bound)
+        spec, order = gathered(name, tensors), range(len(tensors))
+    known = KnownCall.of(
+        tensors,
+        args,
+        kwargs,
+        name=name,
+        spec=spec,
+        order=order or (),
+        is_view=gives_views(name, bound),
+    )
+    moved = known.moved(tensors)
     if name in ("batch_norm", "instance_norm"):
         _refuse_moved_statistics(name, by_name(name, args, kwargs), tensors, moved)
     if tensors[0]._layout.mesh.get_coordinate() is None:
-        return outside(cls, name, lambda x: on_meta(func, *with_operands(x)), spec, moved)
+        return outside(cls, known, partial(_call_on_meta, known, func, args, kwargs), moved)
+    around: AbstractContextManager[Any] = nullcontext()
     if spec.random:
-        result = _draw(cls, call, spec, moved, name, given_generator(flat))
-    elif has_rule:
-        result = apply(cls, call, spec, moved)
-        if raw is not None:
-            order = [written.index(slot) for slot in slots]
-            remember(raw, args, kwargs, name=name, spec=spec, order=order, is_view=is_view)
-    else:
-        with _Watch(name, tensors, moved):
-            result = apply(cls, call, spec, moved)
-    if is_view or not has_rule:
-        may_copy = is_view and (spec.local is not None or name in _MAY_COPY)
-        _mark_copies(cls, may_copy, spec, tensors, moved, result)
-    if (is_view and name in _SCATTERING) or tensors[0]._is_scattered:
-        result = _own_memory(cls, name, tensors[0], result)
+        around = _drawing(name, spec, tensors, given_generator(flat))
+    elif not has_rule:
+        around = _Watch(name, tensors, moved)
+    with around:
+        result = known.run(cls, func, args, kwargs, moved, needs_grad(moved))
+    if has_rule and not spec.random and raw is not None:
+        remember(raw, known)
     return result
 
 
-def _replaced(flat: list[Any], slots: Sequence[int], given: Sequence[Any]) -> list[Any]:
-    leaves = list(flat)
-    for slot, operand in zip(slots, given, strict=True):
-        leaves[slot] = operand
-    return leaves
-
-
-def _run_known(  # noqa: PLR0913  # the call, as it was given
-    cls: type[Any],
-    known: KnownCall,
-    given: list[Any],
-    is_recorded: bool,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a call that was decided before; see [Note: known calls]."""
-    moved, name, spec = given, known.name, known.spec
-    if known.moves is not None:
-        moved = [
-            t if layout is None else redistributed(t, layout)
-            for t, layout in zip(given, known.moves, strict=True)
-        ]
-    parts = graph_parts(moved, known.pending) if is_recorded else [t._local for t in moved]
-    local_args, local_kwargs = known.filled(cls, args, kwargs, parts)
-    if spec.local is None:
-        result = func(*local_args, **local_kwargs)
-    else:
-        result = spec.local.run(func, tuple(local_args), local_kwargs)
-    result = wrap_results(cls, result, spec, parts if is_recorded else ())
-    if known.is_view:
-        may_copy = spec.local is not None or name in _MAY_COPY
-        _mark_copies(cls, may_copy, spec, given, moved, result)
-    if given[0]._is_scattered or (known.is_view and name in _SCATTERING):
-        result = _own_memory(cls, name, given[0], result)
-    return result
-
-
-def _order(flat: list[Any], slots: list[int], operands: list[Any]) -> list[int] | None:
-    """List the slots in the order of the operands; None if they are not the same tensors."""
-    if not slots or len(operands) != len(slots):
+def _order(tensors: list[Any], operands: list[Any]) -> Sequence[int] | None:
+    """List each operand's place among the tensors; None if they are not the same tensors."""
+    if not operands or len(operands) != len(tensors):
         return None
-    if all(flat[i] is t for i, t in zip(slots, operands, strict=True)):
-        return slots
-    left = list(slots)
+    left = list(range(len(tensors)))
     ordered: list[int] = []
     for operand in operands:
-        slot = next((i for i in left if flat[i] is operand), None)
-        if slot is None:
+        place = next((i for i in left if tensors[i] is operand), None)
+        if place is None:
             return None
-        left.remove(slot)
-        ordered.append(slot)
+        left.remove(place)
+        ordered.append(place)
     return ordered
+
+
+def _call_on_meta(
+    known: KnownCall, func: Any, args: Any, kwargs: dict[str, Any], parts: Sequence[torch.Tensor]
+) -> Any:
+    return on_meta(func, *known.filled(args, kwargs, parts))  # type: ignore[arg-type]
 
 
 def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
@@ -220,18 +163,17 @@ def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
     return bool(plain)
 
 
-def _draw(
-    cls: type[Any], call: Any, spec: Spec, tensors: Sequence[Any], name: str, generator: Any
-) -> Any:
-    """Run a random op by its rule; see [Note: random numbers] in random.py."""
+def _drawing(
+    name: str, spec: Spec, tensors: Sequence[Any], generator: Any
+) -> AbstractContextManager[Any]:
+    """Give what a random op runs in; see [Note: random numbers] in random.py."""
     device = tensors[0].device
     layout = (spec.outputs or spec.inputs)[0]
     if generator is None:
         agree(layout.mesh, device, name)  # type: ignore[arg-type]
     if layout.is_replicated or device.type == "meta":
-        return apply(cls, call, spec, tensors)
-    with own_draw(layout, device, generator):
-        return apply(cls, call, spec, tensors)
+        return nullcontext()
+    return own_draw(layout, device, generator)
 
 
 class _Watch(TorchDispatchMode):
@@ -242,7 +184,7 @@ class _Watch(TorchDispatchMode):
         self.name = name
         self.mesh, self.device = given[0].device_mesh, given[0].device
         pairs = zip(given, moved, strict=True)
-        self.copies = {_storage(now._local) for was, now in pairs if now is not was}
+        self.copies = {memory_of(now._local) for was, now in pairs if now is not was}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -265,7 +207,7 @@ class _Watch(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_flatten(value)[0]
         ]
-        if any(isinstance(t, torch.Tensor) and _storage(t) in self.copies for t in written):
+        if any(isinstance(t, torch.Tensor) and memory_of(t) in self.copies for t in written):
             raise LayoutError(
                 describe(
                     f"DTensor op {self.name!r}",
@@ -274,64 +216,6 @@ class _Watch(TorchDispatchMode):
                     writes=str(func),
                 )
             )
-
-
-def _has_no_positions(bound: BoundCall) -> bool:
-    """Tell whether an index holds no positions or masks, with which indexing copies."""
-    index = dict(bound.static).get("index") if len(bound.static) == 1 else None
-    copies = ("tensor", "other", "list")
-    entries = index if isinstance(index, tuple) else ()
-    return not any((e[0] if isinstance(e, tuple) else e) in copies for e in entries)
-
-
-def _mark_copies(
-    cls: type[Any],
-    may_copy: bool,
-    spec: Spec,
-    given: Sequence[Any],
-    moved: Sequence[Any],
-    result: Any,
-) -> None:
-    """Mark results that are views of a copy; see [Note: lost writes].
-
-    Args:
-        cls: the DTensor class.
-        may_copy: whether the local op may give a copy in place of a view.
-        spec: the decision.
-        given: the operands.
-        moved: the operands where the op needed them.
-        result: what the op gave.
-    """
-    copies = [
-        now for was, now in zip(given, moved, strict=True) if now is not was or was._write_is_lost
-    ]
-    if not copies and not may_copy:
-        return
-    # Where only some ranks have what it views, all results are marked.
-    is_made = spec.local is not None and bool(spec.local.addressed)
-    lost = {_storage(t._local) for t in copies}
-    owners = {_storage(t._local) for t in given} if may_copy else None
-    for value in [result] if isinstance(result, cls) else tree_flatten(result)[0]:
-        if isinstance(value, cls):
-            at = _storage(value._local)  # type: ignore[attr-defined]
-            if is_made or at in lost or (owners is not None and at not in owners):
-                value._write_is_lost = True  # type: ignore[attr-defined]
-
-
-def _own_memory(cls: type[Any], name: str, source: Any, result: Any) -> Any:
-    """Mark scattered views; copy where `contiguous` must, though the local part need not be."""
-    if name == "contiguous" and isinstance(result, cls):
-        shares = _storage(result._local) == _storage(source._local)  # type: ignore[attr-defined]
-        return result.clone() if shares else result  # type: ignore[attr-defined]
-    if name in _VIEWS:
-        for value in tree_flatten(result)[0]:
-            if isinstance(value, cls):
-                value._is_scattered = True  # type: ignore[attr-defined]
-    return result
-
-
-def _storage(local: torch.Tensor) -> int:
-    return local.untyped_storage().data_ptr()
 
 
 # ---------------------------------------------------------------------- refusals

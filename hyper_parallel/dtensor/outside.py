@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hyper_parallel.dtensor.decisions import Spec
-from hyper_parallel.dtensor.local_op import apply
+from hyper_parallel.dtensor.known import KnownCall
+from hyper_parallel.dtensor.local_op import graph_parts, needs_grad, wrap_results
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 
@@ -27,19 +27,17 @@ __all__ = ["outside", "refuse_value"]
 
 def outside(
     cls: type[Any],
-    name: str,
+    known: KnownCall,
     on_meta: Callable[[Sequence[torch.Tensor]], Any],
-    spec: Spec,
     tensors: Sequence[Any],
 ) -> Any:
     """Run an op on a rank outside the mesh; see [Note: outside].
 
     Args:
         cls: the DTensor class.
-        name: the op.
+        known: what was decided.
         on_meta: the op, given a meta tensor for each operand.
-        spec: the decision.
-        tensors: the operands, in `spec.inputs`.
+        tensors: the operands where the op needs them.
 
     Returns:
         What the op returns, tensors as DTensors that hold nothing.
@@ -52,17 +50,18 @@ def outside(
         pairs = zip(locals_, tensors, strict=True)
         return tree_flatten(on_meta([_Ghost.apply(local, t.shape) for local, t in pairs]))
 
-    def call(locals_: Sequence[torch.Tensor]) -> Any:
-        results, tree = ghosts(locals_)
-        return tree_unflatten([_Nothing.apply(r, locals_[0]) for r in results], tree)
-
     whole: list[Any] = [None]
     with torch.no_grad(), contextlib.suppress(RuntimeError):  # it needs data
         whole, _ = ghosts([t._local for t in tensors])
     if not all(isinstance(value, torch.Tensor) for value in whole):
-        refuse_value(tensors[0].device_mesh, f"DTensor op {name!r}")
+        refuse_value(tensors[0].device_mesh, f"DTensor op {known.name!r}")
+    spec = known.spec
     layouts = spec.outputs or tuple(spec.inputs[0].with_shape(value.shape) for value in whole)
-    return apply(cls, call, replace(spec, outputs=layouts), tensors)
+    is_recorded = needs_grad(tensors)
+    parts = graph_parts(tensors, known.pending) if is_recorded else [t._local for t in tensors]
+    results, tree = ghosts(parts)
+    result = tree_unflatten([_Nothing.apply(r, parts[0]) for r in results], tree)
+    return wrap_results(cls, result, replace(spec, outputs=layouts), parts if is_recorded else ())
 
 
 class _Ghost(torch.autograd.Function):

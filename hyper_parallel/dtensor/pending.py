@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors whose part a collective is still filling, and their becoming ready.
+"""Local parts that are not there yet: made when asked for, or still filled by a collective.
 
-[Note: pending results] Such a DTensor has no `_local` yet, and its own storage is a stand-in
-without memory. Every reading, from Python or by torch's engine, goes through `_local`; what is
-missing is asked of `__getattr__`, which waits, does the steps that follow the collective, and puts
-the result in place. So it cannot be read too early, and a DTensor that is ready pays nothing.
+[Note: pending results] A DTensor whose part a collective still fills has no `_local` yet, and its
+own storage is a stand-in without memory. Every reading, from Python or by torch's engine, goes
+through `_local`; what is missing is asked of `LocalPart`, which waits, does the steps that follow
+the collective, and puts the result in place. So it cannot be read too early, and a DTensor that is
+ready pays nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,27 @@ import torch
 from hyper_parallel.core import Layout
 from hyper_parallel.runtime import Work
 
-__all__ = ["is_pending", "pending", "settle", "without_torch_function"]
+__all__ = ["LocalPart", "bare", "is_pending", "pending", "settle", "without_torch_function"]
 
 # Inside this context torch's own methods see a DTensor as the plain tensor it is made of.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+class LocalPart:
+    """`DTensor._local` where the tensor has none yet; what is set on the tensor goes before it."""
+
+    def __get__(self, tensor: Any, cls: type[Any]) -> Any:
+        if tensor is None:
+            return self
+        if tensor._graph is not None:
+            tensor._local = local = tensor._graph.detach()
+            return local
+        return settle(tensor)
+
+
+def bare(input: Any) -> torch.Tensor:  # noqa: A002  # as torch.is_complex has it
+    """Give a plain tensor of a DTensor's memory, dtype and device, without making one."""
+    return input._local if input._graph is None else input._graph
 
 
 def pending(

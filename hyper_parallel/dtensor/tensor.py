@@ -33,7 +33,7 @@ from hyper_parallel.dtensor.declare import layout_of_gradient, layout_of_local
 from hyper_parallel.dtensor.local_op import expect_wrapped, graph_part, needs_grad, redistributed
 from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, ToLocal, move
 from hyper_parallel.dtensor.outside import refuse_value
-from hyper_parallel.dtensor.pending import is_pending, settle, without_torch_function
+from hyper_parallel.dtensor.pending import LocalPart, bare, without_torch_function
 from hyper_parallel.dtensor.read import (
     read_explicit_mesh,
     read_mesh,
@@ -69,13 +69,13 @@ class DTensor(torch.Tensor):
         ((4, 3), [0.0, 0.0, 1.0, 1.0])
     """
 
-    _local: torch.Tensor
+    _local = LocalPart()
     _layout: Layout
     _shown_grad: tuple[torch.Tensor, DTensor] | None = None
     _write_is_lost: bool = False
-    """A view of a gathered copy; see [Note: lost writes] in ops.py."""
+    """A view of a gathered copy; see [Note: lost writes] in views.py."""
     _is_scattered: bool = False
-    """Whether it is a view that a dense tensor would not have contiguous; see ops.py."""
+    """Whether it is a view that a dense tensor would not have contiguous; see views.py."""
     _graph: torch.Tensor | None = None
     """The plain local result that it is an alias of; see [Note: above autograd] in local_op.py."""
     _is_ready: bool = False
@@ -92,23 +92,15 @@ class DTensor(torch.Tensor):
             local = local.detach()
         self = torch.Tensor._make_subclass(cls, local, requires_grad)
         self._local = local
-        if not layout.order:  # one object for equal layouts, so that comparing them is quick
-            layout = Layout.of(layout.mesh, layout.placements, layout.shape)
-        self._layout = layout
+        # One object for equal layouts: calls are known by it; see [Note: known calls] in known.py.
+        if layout.order:
+            self._layout = layout.mesh.layouts.setdefault(layout, layout)
+        else:
+            self._layout = Layout.of(layout.mesh, layout.placements, layout.shape)
         return self
 
     def __init__(self, local: torch.Tensor, layout: Layout, *, requires_grad: bool = False):
         del local, layout, requires_grad
-
-    def __getattr__(self, name: str) -> Any:
-        # Only a name that is missing is asked for here: the local part of a recorded result, or of
-        # one that is on its way; see [Note: pending results] in pending.py.
-        if name == "_local" and self._graph is not None:
-            self._local = local = self._graph.detach()
-            return local
-        if name == "_local" and is_pending(self):
-            return settle(self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------ moves
 
@@ -337,12 +329,12 @@ class DTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where this rank's part lies."""
-        return self._local.device
+        return bare(self).device
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
         """Whether the local part is sparse."""
-        return self._local.is_sparse
+        return bare(self).is_sparse
 
     def size(self, dim: int | None = None) -> Any:
         """Give the global shape, or the global size of one dim."""
