@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from operator import methodcaller
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -83,7 +84,8 @@ def _route_of(func: Any) -> Route:
             return partial(_data, name)
         name = attribute if attribute in _OP_GETTERS else "__set__"
     if name in ("is_complex", "is_floating_point"):
-        return lambda cls, func, args, kwargs: getattr(bare(*args, **kwargs), name)()
+        ask = methodcaller(name)
+        return lambda cls, func, args, kwargs: ask(bare(args[0]))
     if name in _NATIVE:
         return _reading if name in _READING else _native
     if getattr(func, "__module__", "").startswith("torch.distributed."):

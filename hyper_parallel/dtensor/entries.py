@@ -169,32 +169,38 @@ def _as_asked(cls: type[Any], tensor: Any, grad: Any) -> Any:
 # ---------------------------------------------------------------------- gradients of one tensor
 
 
-def read_grad(cls: type[Any], tensor: Any) -> Any:
-    """Serve `tensor.grad`: what autograd holds, shown as one DTensor as long as it is the same."""
+def read_grad(tensor: Any) -> Any:
+    """The gradient: a DTensor in this tensor's cotangent layout, or None.
+
+    Communicates:
+        Nothing, but where a user's own autograd.Function left a gradient in another layout: then
+        the first reading moves it, so read it on every rank.
+    """
     with without_torch_function():
         raw = _get_grad(tensor if tensor._graph is None else tensor._graph)
     if raw is None:
         return None
     shown = tensor._shown_grad
-    if shown is not None and shown[0] is raw:
+    if shown is not None and shown[0] is raw:  # one object as long as autograd holds the same
         return shown[1]
+    cls = type(tensor)
     if isinstance(raw, cls):  # keep the local part, in the right layout
-        write_grad(cls, tensor, raw)
-        return read_grad(cls, tensor)
+        write_grad(tensor, raw)
+        return read_grad(tensor)
     grad = wrap(cls, raw, tensor._layout.cotangent)
     tensor._shown_grad = (raw, grad)
     return grad
 
 
-def write_grad(cls: type[Any], tensor: Any, value: Any) -> None:
-    """Serve `tensor.grad = value`.
+def write_grad(tensor: Any, value: Any = None) -> None:
+    """Serve `tensor.grad = value`, and `del tensor.grad`.
 
     Raises:
         LayoutError: not a DTensor of the tensor's global shape, or None.
     """
     local = None
     if value is not None:
-        if not isinstance(value, cls) or value.shape != tensor.shape:  # type: ignore[attr-defined]
+        if not isinstance(value, type(tensor)) or value.shape != tensor.shape:
             raise LayoutError(
                 describe(
                     "DTensor.grad",
@@ -204,7 +210,7 @@ def write_grad(cls: type[Any], tensor: Any, value: Any) -> None:
                     shape=tuple(value.shape),
                 )
             )
-        local = value.local_in(tensor._layout.cotangent)  # type: ignore[attr-defined]
+        local = value.local_in(tensor._layout.cotangent)
     tensor._shown_grad = None
     with without_torch_function():
         _set_grad(tensor if tensor._graph is None else tensor._graph, local)

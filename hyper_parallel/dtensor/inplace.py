@@ -210,13 +210,13 @@ def refuse_lost_write(where: str, target: Any) -> None:
 
 
 def refuse_gradient(where: str, values: Sequence[Any]) -> None:
-    """Refuse an in-place op that autograd would have to know of."""
+    """Refuse an in-place op or a list op that autograd would have to know of."""
     if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):
         raise LayoutError(
             describe(
                 where,
-                "an in-place op on DTensors must not need a gradient",
-                "Use the op that is not in-place, or torch.no_grad()",
+                "an in-place op or a list op on DTensors must not need a gradient",
+                "Use the op that is neither, or torch.no_grad()",
             )
         )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,6 +26,7 @@ _FUSED = frozenset(
     "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
     " _amp_foreach_non_finite_check_and_unscale_".split()
 )
+_NUMBERS = frozenset((int, float))
 # Reductions of each tensor.
 _ONE_BY_ONE = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
 
@@ -44,21 +45,18 @@ def list_op(
     if name in _ONE_BY_ONE:
         one = _ONE_BY_ONE[name]
         return tuple(one(tensor, *args[1:], **kwargs) for tensor in args[0])
-    where = f"DTensor op {name!r}"
-    first: list[Any] = args[0]
+    _refuse_name(name)
+    first: Sequence[Any] = args[0]
     layouts = _layouts_of(cls, first)
-    _refuse_list(where, name, layouts)
+    for layout in layouts:
+        if layout is not None and layout.has_partial:
+            _refuse_pending(name)
     is_in_place = name.endswith("_")
-    if is_in_place:
-        if torch.is_grad_enabled():
-            refuse_gradient(where, [*first, *(v for arg in args[1:] for v in _as_list(arg))])
-        for target, layout in zip(first, layouts, strict=True):
-            if layout is not None and target._write_is_lost:
-                refuse_lost_write(where, target)
-    is_fused = name in _FUSED
-    local_args = [_local_list(cls, where, arg, layouts, is_fused) for arg in args]
-    local_kwargs = {k: _local_list(cls, where, v, layouts, is_fused) for k, v in kwargs.items()}
-    result = func(*local_args, **local_kwargs)
+    _refuse_writes(name, args, is_in_place)
+    local_args = [_local_list(cls, name, arg, layouts) for arg in args[1:]]
+    if kwargs:
+        kwargs = {k: _local_list(cls, name, v, layouts) for k, v in kwargs.items()}
+    result = func(_locals_of(first), *local_args, **kwargs)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         _share_found(layouts, args[1])
     if is_in_place or result is None:
@@ -79,29 +77,44 @@ def _layouts_of(cls: type[Any], values: Sequence[Any]) -> list[Layout | None]:
         return [v._layout if isinstance(v, cls) else None for v in values]  # type: ignore[attr-defined]
 
 
+def _locals_of(values: Sequence[Any]) -> list[torch.Tensor]:
+    try:
+        return [v._local for v in values]
+    except AttributeError:  # some are plain
+        return [getattr(v, "_local", v) for v in values]
+
+
 @functools.cache
-def _is_pointwise_list(name: str) -> bool:
-    return name in _FUSED or is_pointwise(name.removeprefix("_foreach_").rstrip("_"))
-
-
-def _refuse_list(where: str, name: str, layouts: list[Layout | None]) -> None:
-    if not _is_pointwise_list(name):
+def _refuse_name(name: str) -> None:
+    if name not in _FUSED and not is_pointwise(name.removeprefix("_foreach_").rstrip("_")):
         raise RuleError(
             describe(
-                where,
+                f"DTensor op {name!r}",
                 "a list op on DTensors must be pointwise",
                 "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
             )
         )
-    for layout in layouts:
-        if layout is not None and layout.has_partial:
-            raise RuleError(
-                describe(
-                    where,
-                    "operands must not be pending reductions",
-                    "Redistribute them to Replicate first",
-                )
-            )
+
+
+def _refuse_pending(name: str) -> NoReturn:
+    raise RuleError(
+        describe(
+            f"DTensor op {name!r}",
+            "operands must not be pending reductions",
+            "Redistribute them to Replicate first",
+        )
+    )
+
+
+def _refuse_writes(name: str, args: tuple[Any, ...], is_in_place: bool) -> None:
+    """Refuse what autograd would have to know of, and writes that would be lost."""
+    if torch.is_grad_enabled():
+        values = [v for arg in args for v in _as_list(arg)]
+        refuse_gradient(f"DTensor op {name!r}", values)
+    if is_in_place:
+        for target in args[0]:
+            if getattr(target, "_write_is_lost", False):
+                refuse_lost_write(f"DTensor op {name!r}", target)
 
 
 def _as_list(value: Any) -> Sequence[Any]:
@@ -109,34 +122,31 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 
 def _local_list(
-    cls: type[Any], where: str, values: Any, layouts: list[Layout | None], is_fused: bool
+    cls: type[Any], name: str, values: Any, layouts: list[Layout | None]
 ) -> Any:
     """Bring a list of operands to the layouts of the first list; a single operand to all."""
     if not isinstance(values, (list, tuple)):
-        return values.local_in(_whole(values._layout)) if isinstance(values, cls) else values
-    if values and type(values[0]) is not float and _layouts_of(cls, values) == layouts:
-        # As in an optimizer's step: nothing to be moved.
-        try:
-            return [v._local for v in values]
-        except AttributeError:  # some are plain
-            return [getattr(v, "_local", v) for v in values]
+        return values.local_in(values._layout.replicated) if isinstance(values, cls) else values
+    if values and type(values[0]) in _NUMBERS and _NUMBERS.issuperset(map(type, values)):
+        return values
+    if _layouts_of(cls, values) == layouts:  # as in an optimizer's step: nothing to be moved
+        return _locals_of(values)
     if len(values) != len(layouts):  # torch refuses it, unless it is empty
         layouts = [None] * len(values)
     return [
-        _list_operand(cls, where, v, layout, is_fused)
+        _list_operand(cls, name, v, layout)
         for v, layout in zip(values, layouts, strict=True)
     ]
 
 
-def _list_operand(
-    cls: type[Any], where: str, value: Any, layout: Layout | None, is_fused: bool
-) -> Any:
+def _list_operand(cls: type[Any], name: str, value: Any, layout: Layout | None) -> Any:
+    is_fused = name in _FUSED
     if layout is not None and counts_as_replicated(cls, value) and value.ndim:
         value = replicated(cls, value, layout.mesh)
     if isinstance(value, cls):
         own: Layout = value._layout
         if value.ndim == 0 and (layout is None or layout.shape != ()):
-            return value.local_in(_whole(own))
+            return value.local_in(own.replicated)
         if layout == own:
             return value._local
         target = None if layout is None or is_fused else _broadcast(own, layout)
@@ -146,7 +156,7 @@ def _list_operand(
         return value
     raise LayoutError(
         describe(
-            where,
+            f"DTensor op {name!r}",
             "tensors at the same place of all lists must be DTensors of one shape"
             + (" and layout" if is_fused else " (or broadcast to the first)")
             + ", or all be plain",
@@ -171,10 +181,6 @@ def _broadcast(own: Layout, layout: Layout) -> Layout | None:
         return replace(p, dim=cut - missing)  # type: ignore[type-var]
 
     return own.with_placements([placed(p) for p in layout.placements])
-
-
-def _whole(layout: Layout) -> Layout:
-    return layout.replicated
 
 
 def _share_found(layouts: list[Layout | None], found: torch.Tensor) -> None:

@@ -35,9 +35,9 @@ class LocalPart:
         return settle(tensor)
 
 
-def bare(input: Any) -> torch.Tensor:  # noqa: A002  # as torch.is_complex has it
+def bare(tensor: Any) -> torch.Tensor:
     """Give a plain tensor of a DTensor's memory, dtype and device, without making one."""
-    return input._local if input._graph is None else input._graph
+    return tensor._local if tensor._graph is None else tensor._graph
 
 
 def pending(

@@ -379,23 +379,7 @@ class DTensor(torch.Tensor):
 
     # ------------------------------------------------------------------ gradients
 
-    @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient: a DTensor in this tensor's cotangent layout, or None.
-
-        Communicates:
-            Nothing, but where a user's own autograd.Function left a gradient in another layout:
-            then the first reading moves it, so read it on every rank.
-        """
-        return entries.read_grad(DTensor, self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        entries.write_grad(DTensor, self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = property(entries.read_grad, entries.write_grad, entries.write_grad)  # type: ignore[assignment]
 
     def local_in(self, layout: Layout) -> torch.Tensor:
         """Give this rank's part in another layout; not differentiable. Internal."""
