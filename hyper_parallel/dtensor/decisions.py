@@ -16,21 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.core.factor import BoundRule, bind
 from hyper_parallel.core.propagate import Decision, Weight, propagate
 from hyper_parallel.dtensor.local_forms import Addressed, Local, form_of
+from hyper_parallel.dtensor.result_shapes import asked_shapes, told_shapes
 from hyper_parallel.dtensor.signatures import BoundCall
 from hyper_parallel.errors import RuleError, describe
-from hyper_parallel.rules import Call, find, names, pointwise, rules_version
+from hyper_parallel.rules import Call, find, names, rules_version
 
 __all__ = [
     "Spec",
     "decide",
     "gathered",
-    "on_meta",
     "spec_of",
     "strict_rules",
 ]
@@ -43,8 +42,6 @@ _READS = frozenset(
     "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __format__ equal allclose"
     " isclose __contains__ cpu __str__".split()
 )
-
-_SHAPE_KEEPING = frozenset("layer_norm rms_norm softmax log_softmax".split())
 
 _warned: set[str] = set()
 # Why a call of an op did not fit its rule, for the warning.
@@ -120,11 +117,11 @@ def decide(
     if found is _MISSING:
         if name not in names():  # not kept: a rule may be registered later
             return None
-        told = _told_results(name, operands, dict(bound.static))
-        out_shapes = told or _global_results(name, func, args, kwargs)
+        told = told_shapes(name, operands, dict(bound.static))
+        out_shapes = told or asked_shapes(name, func, args, kwargs)
         found = _decide(name, bound.static, operands, out_shapes, needs_grad)
         if found is None and told:
-            _global_results(name, func, args, kwargs)  # refuses what torch refuses
+            asked_shapes(name, func, args, kwargs)  # refuses what torch refuses
         if len(specs) >= _MAX_SPECS:
             specs.clear()
         specs[key] = found
@@ -272,78 +269,10 @@ def _agree(bound: BoundRule, out_shapes: list[tuple[int, ...]]) -> bool:
     )
 
 
-def _told_results(
-    name: str, operands: Sequence[Any], static: dict[str, Any]
-) -> list[tuple[int, ...]] | None:
-    """Give the global shapes of the results of the most common ops; None: ask torch.
-
-    For these torch's way to tell, meta tensors, imports the compiler at first use, which takes a
-    second.
-    """
-    shapes = [t._layout.shape for t in operands if t is not None]
-    if name in _SHAPE_KEEPING:
-        return shapes[:1]
-    if name in pointwise.BROADCASTING:
-        try:
-            return [tuple(torch.broadcast_shapes(*shapes))]
-        except RuntimeError:
-            return None  # torch will refuse it in its own words
-    dim = static.get("dim")
-    if name == "mean" and dim is None and not static.get("keepdim"):
-        return [()]
-    if name == "mean" and type(dim) is int and -len(shapes[0]) <= dim < len(shapes[0]):
-        kept = list(shapes[0])
-        kept[dim : dim + 1 or None] = [1] if static.get("keepdim") else []
-        return [tuple(kept)]
-    return None
-
-
 def _casts_to_integer(static: tuple[tuple[str, Any], ...]) -> bool:
     """Tell whether the op first casts to a dtype in which a sum of parts is not the sum."""
     dtype = dict(static).get("dtype")
     return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _global_results(
-    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[int, ...]] | None:
-    """Give the global shapes of the op's results; None: torch cannot tell without data."""
-    if name == "to":
-        return [tuple(args[0].shape)]
-    try:
-        with torch.no_grad():
-            results, _ = tree_flatten(on_meta(func, args, kwargs))
-    except NotImplementedError:
-        return None
-    except RuntimeError as error:
-        if "meta tensor" not in str(error):
-            raise
-        return None
-    return [tuple(r.shape) for r in results if isinstance(r, torch.Tensor)]
-
-
-def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the op on meta tensors of the global shapes; arguments that are such are taken as is.
-
-    A call that torch refuses fails here, with torch's own text.
-    """
-    flat, tree = tree_flatten((args, kwargs))
-    # On meta tensors torch takes only this dtype, on others more.
-    only = torch.bfloat16 if getattr(func, "__name__", "") == "_grouped_mm" else None
-    meta_args, meta_kwargs = tree_unflatten([_meta(value, only) for value in flat], tree)
-    meta_kwargs.pop("device", None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the op itself will warn
-        return func(*meta_args, **meta_kwargs)
-
-
-def _meta(value: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    dtype = dtype if dtype and value.ndim > 1 else value.dtype
-    if type(value) is torch.Tensor and value.is_meta:
-        return value.to(dtype)
-    return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
 
 
 # ---------------------------------------------------------------------- without a rule

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hyper_parallel.dtensor.local_op import graph_part, plain_gradient, wrap
+from hyper_parallel.dtensor.local_op import graph_part, plain_gradient
 from hyper_parallel.dtensor.pending import without_torch_function
+from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
 __all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]

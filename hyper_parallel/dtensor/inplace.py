@@ -15,11 +15,11 @@ import torch
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor import setitem
-from hyper_parallel.dtensor.decisions import on_meta
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.parameters import ALIASES
 from hyper_parallel.dtensor.random import FILLS, fill
+from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.rules.pointwise import ELEMENTWISE
 

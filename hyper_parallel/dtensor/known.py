@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,14 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.decisions import Spec
-from hyper_parallel.dtensor.local_op import (
-    graph_parts,
-    needs_grad,
-    redistributed,
-    wrap,
-    wrap_results,
-)
+from hyper_parallel.dtensor.local_op import graph_parts, needs_grad, redistributed
 from hyper_parallel.dtensor.views import mark_views
+from hyper_parallel.dtensor.wrapping import wrap, wrap_results
 from hyper_parallel.rules import rules_version
 
 __all__ = ["KnownCall", "RawCall", "read_call", "remember"]
@@ -35,9 +31,10 @@ __all__ = ["KnownCall", "RawCall", "read_call", "remember"]
 RawCall = tuple[Any, list[Any]]
 """A call's key, and its DTensors in the order in which they are written."""
 
-_VALUES = frozenset(
-    (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
-)
+_VALUES = frozenset((int, float, bool, complex, str, type(None), type(Ellipsis)))
+_VALUES |= {torch.dtype, torch.device, torch.memory_format}
+_BOUNDS = frozenset((int, type(None)))
+_bounds = attrgetter("start", "stop", "step")
 _GROUPS = frozenset((tuple, list, torch.Size))
 _NAMED = object()  # stands in a key before the keyword arguments
 _MAX_KNOWN = 4096
@@ -204,6 +201,8 @@ def _read(cls: type[Any], values: Iterable[Any], key: list[Any], tensors: list[A
             key += (kind, len(value))
             if not _read(cls, value, key, tensors):
                 return False
+        elif kind is slice and all(type(x) in _BOUNDS for x in _bounds(value)):
+            key += (kind, *_bounds(value))
         else:
             return False
     return True

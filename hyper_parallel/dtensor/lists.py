@@ -13,8 +13,8 @@ import torch
 from hyper_parallel.core import Layout, Placement, Replicate
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.inplace import is_pointwise, refuse_gradient, refuse_lost_write
-from hyper_parallel.dtensor.local_op import wrap
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import reduce
@@ -121,9 +121,7 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
-def _local_list(
-    cls: type[Any], name: str, values: Any, layouts: list[Layout | None]
-) -> Any:
+def _local_list(cls: type[Any], name: str, values: Any, layouts: list[Layout | None]) -> Any:
     """Bring a list of operands to the layouts of the first list; a single operand to all."""
     if not isinstance(values, (list, tuple)):
         return values.local_in(values._layout.replicated) if isinstance(values, cls) else values
@@ -133,10 +131,7 @@ def _local_list(
         return _locals_of(values)
     if len(values) != len(layouts):  # torch refuses it, unless it is empty
         layouts = [None] * len(values)
-    return [
-        _list_operand(cls, name, v, layout)
-        for v, layout in zip(values, layouts, strict=True)
-    ]
+    return [_list_operand(cls, name, v, layout) for v, layout in zip(values, layouts, strict=True)]
 
 
 def _list_operand(cls: type[Any], name: str, value: Any, layout: Layout | None) -> Any:

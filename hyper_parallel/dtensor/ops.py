@@ -14,17 +14,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.dtensor import inplace
 from hyper_parallel.dtensor.composed import composed
-from hyper_parallel.dtensor.decisions import Spec, decide, gathered, on_meta
+from hyper_parallel.dtensor.decisions import Spec, decide, gathered
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call, remember
 from hyper_parallel.dtensor.local_op import needs_grad
 from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.random import agree, given_generator, own_draw
+from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.dtensor.signatures import bind_call, by_name, op_name
 from hyper_parallel.dtensor.views import gives_views, memory_of
 from hyper_parallel.errors import LayoutError, describe
 
 __all__ = ["run"]
+
 
 def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one out-of-place op.

@@ -18,7 +18,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.dtensor.known import KnownCall
-from hyper_parallel.dtensor.local_op import graph_parts, needs_grad, wrap_results
+from hyper_parallel.dtensor.local_op import graph_parts, needs_grad
+from hyper_parallel.dtensor.wrapping import wrap_results
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 

@@ -89,4 +89,3 @@ def _mark_copies(spec: Spec, operands: Sequence[Any], values: list[Any], may_cop
         at = memory_of(bare(value))
         if is_made or at in lost or (owners is not None and at not in owners):
             value._write_is_lost = True
-

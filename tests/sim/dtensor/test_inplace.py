@@ -276,7 +276,7 @@ def test_plain_targets_and_gradients_are_refused():
         lambda: torch._foreach_mul([p], 2.0),
         lambda: torch._foreach_add([x], [p * 1]),
     ):
-        with pytest.raises(LayoutError, match="in-place op or a list op .* must not need a grad"):
+        with pytest.raises(LayoutError, match=r"in-place op or a list op .* must not need a grad"):
             write()
     same(x, seeded(5, 6))
 

@@ -77,6 +77,18 @@ ALIKE = {
         lambda x: x.unflatten(1, (2, 3)),
         lambda x: x.unflatten(1, (3, 2)),
     ],
+    "indices": [
+        lambda x: x[1:3],
+        lambda x: x[1:4],
+        lambda x: x[1::2],
+        lambda x: x[:, 1:3],
+        lambda x: x[..., 1],
+        lambda x: x[1],
+        lambda x: x[1, ...],
+        lambda x: x[None],
+        lambda x: x[[1, 2]],
+        lambda x: x[:, [1, 2]],
+    ],
     "dims": [
         lambda x: x.transpose(0, 1),
         lambda x: x.transpose(0, 0),
