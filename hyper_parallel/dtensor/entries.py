@@ -19,17 +19,7 @@ __all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _run_engine = torch.autograd.graph._engine_run_backward
-
-
-def _parts(cls: type[Any], tensors: Any) -> list[Any]:
-    """Give plain tensors to start from, so that the engine is entered without us."""
-    tensors = _as_list(tensors)
-    parts = [t._graph if isinstance(t, cls) else t for t in tensors]  # type: ignore[attr-defined]
-    for part in parts:
-        if part is None:
-            with torch.enable_grad():
-                return [graph_part(t) if isinstance(t, cls) else t for t in tensors]
-    return parts
+_ACCUMULATING = {"allow_unreachable": True, "accumulate_grad": True}
 
 
 def _accumulating_edges(cls: type[Any], tensors: Any) -> list[Any] | None:
@@ -65,16 +55,22 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _seeds(cls: type[Any], tensors: Any, grads: Any) -> list[Any]:
-    """Give the local cotangent that each output starts with."""
+def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[Any]]:
+    """Give plain tensors, so that the engine is entered without us, and what each starts with."""
     outputs = _as_list(tensors)
     given = [None] * len(outputs) if grads is None else _as_list(grads)
+    parts: list[Any] = []
     seeds: list[Any] = []
     for output, grad in zip(outputs, given, strict=True):
         if not isinstance(output, cls):
+            parts.append(output)
             seeds.append(grad if grad is not None else _one(output))
             continue
-        layout = output._layout.cotangent
+        part, layout = output._graph, output._layout.cotangent
+        if part is None:
+            with torch.enable_grad():
+                part = graph_part(output)
+        parts.append(part)
         if grad is None:
             seeds.append(_one(output))
         elif isinstance(grad, cls):
@@ -90,7 +86,7 @@ def _seeds(cls: type[Any], tensors: Any, grads: Any) -> list[Any]:
                     gradient=type(grad).__name__,
                 )
             )
-    return seeds
+    return parts, seeds
 
 
 def _one(output: Any) -> Any:
@@ -112,11 +108,10 @@ def backward(  # noqa: PLR0913  # torch's signature
 ) -> None:
     """Serve torch.autograd.backward."""
     del grad_variables
-    parts, seeds = _parts(cls, tensors), _seeds(cls, tensors, grad_tensors)
+    parts, seeds = _starts(cls, tensors, grad_tensors)
     if inputs is None and all(map(_fits, parts, seeds)):
         keep = create_graph if retain_graph is None else retain_graph
-        options = {"allow_unreachable": True, "accumulate_grad": True}
-        _run_engine(tuple(parts), tuple(seeds), keep, create_graph, (), **options)
+        _run_engine(tuple(parts), tuple(seeds), keep, create_graph, (), **_ACCUMULATING)
         return
     torch.autograd.backward(
         parts,
@@ -150,9 +145,9 @@ def grad(
     if is_materialized:
         kwargs["allow_unused"] = True
     asked = _as_list(inputs)
-    seeds = _seeds(cls, outputs, grad_outputs)
+    parts, seeds = _starts(cls, outputs, grad_outputs)
     edges = [_edge(cls, tensor) for tensor in asked]
-    found = torch.autograd.grad(_parts(cls, outputs), edges, seeds, *args, **kwargs)
+    found = torch.autograd.grad(parts, edges, seeds, *args, **kwargs)
     pairs = zip(asked, found, strict=True)
     if is_materialized:
         pairs = ((t, torch.zeros_like(t).detach() if g is None else g) for t, g in pairs)
