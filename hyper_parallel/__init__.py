@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     )
     from hyper_parallel.errors import (
         BackendError,
-        CheckpointError,
         HyperParallelError,
         LayoutError,
         PlanError,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
         PrepareModuleOutput,
         RowwiseParallel,
         SequenceParallel,
-        fused_collectives,
         linear_cross_entropy,
         loss_parallel,
         parallelize_module,
@@ -69,7 +67,6 @@ _ROOMS = {
     ),
     "errors": (
         "BackendError",
-        "CheckpointError",
         "HyperParallelError",
         "LayoutError",
         "PlanError",
@@ -84,7 +81,6 @@ _ROOMS = {
         "PrepareModuleOutput",
         "RowwiseParallel",
         "SequenceParallel",
-        "fused_collectives",
         "linear_cross_entropy",
         "loss_parallel",
         "parallelize_module",
@@ -100,7 +96,6 @@ _WHERE = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "BackendError",
-    "CheckpointError",
     "ColwiseParallel",
     "CommDebugMode",
     "DTensor",
@@ -125,7 +120,6 @@ __all__ = [
     "distribute_tensor",
     "explain_redistribute",
     "fully_shard",
-    "fused_collectives",
     "get_total_norm",
     "implicit_replication",
     "init_device_mesh",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 __all__ = [
     "BackendError",
-    "CheckpointError",
     "HyperParallelError",
     "LayoutError",
     "PlanError",
@@ -36,10 +35,6 @@ class PlanError(HyperParallelError):
 
 class BackendError(HyperParallelError):
     """A backend that is missing, refused a call, or lost a rank."""
-
-
-class CheckpointError(HyperParallelError):
-    """A checkpoint that cannot be read or written as asked."""
 
 
 def describe(where: str, must: str, do: str, /, **got: object) -> str:

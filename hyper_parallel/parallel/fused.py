@@ -106,7 +106,8 @@ def fused_collectives() -> Generator[FusedCalls, None, None]:
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from hyper_parallel import ColwiseParallel, Shard, fused_collectives
+        >>> from hyper_parallel import ColwiseParallel, Shard
+        >>> from hyper_parallel.parallel import fused_collectives
         >>> from hyper_parallel import init_device_mesh, simulate
         >>> @simulate(2)
         ... def run():

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import hyper_parallel
+
 ROOT = Path(__file__).resolve().parents[2]
 ALLOW = Path(__file__).with_name("size_allow.txt")
 FOLDERS = ("hyper_parallel", "backends")
@@ -98,6 +100,10 @@ def test_sizes_stay_under_the_stop(size_report):
     size_report += over_aim(ROOT)
     problems = size_problems(ROOT, allowed(ALLOW.read_text()))
     assert not problems, "\n".join(["", *problems])
+
+
+def test_public_names_stay_few():
+    assert len(hyper_parallel.__all__) <= 40
 
 
 def function_of(lines: int, *, docstring: int = 0) -> str:

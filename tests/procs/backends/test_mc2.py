@@ -19,10 +19,10 @@ from hyper_parallel import (
     Replicate,
     RowwiseParallel,
     Shard,
-    fused_collectives,
     init_device_mesh,
 )
 from hyper_parallel.conformance import run_conformance
+from hyper_parallel.parallel import fused_collectives
 from hyper_parallel.runtime import DeviceMesh
 from support.device import SIMULATED_NPU
 from support.procs import ProcessPool

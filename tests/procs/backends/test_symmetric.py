@@ -20,12 +20,12 @@ from hyper_parallel import (
     CommDebugMode,
     RowwiseParallel,
     Shard,
-    fused_collectives,
     init_device_mesh,
 )
 from hyper_parallel.backends.cpu import CpuBackend
 from hyper_parallel.backends.cuda import CudaBackend, symmetric
 from hyper_parallel.errors import BackendError
+from hyper_parallel.parallel import fused_collectives
 from hyper_parallel.runtime import DeviceMesh, override_backend
 from support.device import DEVICE
 

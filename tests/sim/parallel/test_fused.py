@@ -18,11 +18,11 @@ from hyper_parallel import (
     SequenceParallel,
     Shard,
     distribute_tensor,
-    fused_collectives,
     init_device_mesh,
     parallelize_module,
     simulate,
 )
+from hyper_parallel.parallel import fused_collectives
 from hyper_parallel.runtime.fused import find_fused
 from support.dense import assert_same
 from support.device import DEVICE, DTYPE
