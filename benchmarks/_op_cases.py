@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 __all__ = ["Case", "Sample", "cases_of", "compare", "contribution", "differs", "infos"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
-RANKS = 2
 # Not ops on a tensor's values: makers, samplers of a fixed generator, serialised or sparse forms.
 NOT_COMPARED = ("hash_tensor", "jiterator_", "sparse.", "to_sparse", "_segment_reduce", "masked.")
 # What they give is not determined: only shapes are compared. So it is for random ops.
@@ -84,6 +83,7 @@ class Case:
 
     sample: Sample
     way: Way
+    num_ranks: int = 2
 
 
 def infos(only: str | None = None) -> list[Any]:
@@ -98,14 +98,16 @@ def infos(only: str | None = None) -> list[Any]:
     ]
 
 
-def cases_of(info: Any, num_samples: int, num_ways: int, *, in_place: bool = False) -> list[Case]:
+def cases_of(
+    info: Any, num_samples: int, num_ways: int, num_ranks: int, *, in_place: bool = False
+) -> list[Case]:
     """Give some cases of an op, the same each time."""
     found: list[Case] = []
     for sample in samples_of(info, num_samples, in_place):
         every = ways(sample)
         rng = random.Random(f"{info.name} {len(found)}")
         picked = every if len(every) <= num_ways else rng.sample(every, num_ways)
-        found += [Case(sample, way) for way in picked]
+        found += [Case(sample, way, num_ranks) for way in picked]
     return found
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _op_cases import RANKS, Case, contribution, differs
+from _op_cases import Case, contribution, differs
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -16,19 +16,20 @@ __all__ = ["judge"]
 
 def judge(case: Case) -> tuple[str, str]:
     """Run a case: "exact", "refused" with torch's error, or "wrong" with the difference."""
+    ranks = range(case.num_ranks)
     if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    with LocalTensorMode(frozenset(range(RANKS))):
-        mesh = init_device_mesh("cpu", (RANKS,))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=len(ranks))
+    with LocalTensorMode(frozenset(ranks)):
+        mesh = init_device_mesh("cpu", (len(ranks),))
         sample = case.sample
         try:
             tensors = [_place(t, at, mesh) for t, at in zip(sample.tensors, case.way, strict=True)]
             seeds = [distribute_tensor(seed, mesh, [Replicate()]) for seed in sample.seeds]
             results, grads = sample.with_gradients(tensors, seeds)
-            whole = [_whole(r) for r in (*results, *grads)]
+            whole = [_whole(r, ranks) for r in (*results, *grads)]
         except Exception as error:  # whatever torch says
             return "refused", f"{type(error).__name__}: {error}"
-    for rank in range(RANKS):
+    for rank in ranks:
         of_rank = [w[rank] if isinstance(w, list) else w for w in whole]
         note = differs(sample, of_rank[: len(results)], of_rank[len(results) :])
         if note:
@@ -38,7 +39,7 @@ def judge(case: Case) -> tuple[str, str]:
 
 def _place(tensor: torch.Tensor, at: int | str | None, mesh: Any) -> DTensor:
     if at == "sum":
-        parts = {rank: contribution(tensor, rank) for rank in range(RANKS)}
+        parts = {rank: contribution(tensor, rank) for rank in range(mesh.size())}
         placed = DTensor.from_local(LocalTensor(parts), mesh, [Partial()], run_check=False)
     else:
         placement = Replicate() if at is None else Shard(int(at))
@@ -46,10 +47,10 @@ def _place(tensor: torch.Tensor, at: int | str | None, mesh: Any) -> DTensor:
     return placed.detach().requires_grad_(tensor.requires_grad)
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: Any, ranks: range) -> Any:
     """Give what every rank sees of a result: a list by rank, or the value if it is no tensor."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, LocalTensor):
-        return [value._local_tensors[rank].detach() for rank in range(RANKS)]
+        return [value._local_tensors[rank].detach() for rank in ranks]
     return value

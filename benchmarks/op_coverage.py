@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _op_cases import RANKS, Case, cases_of, contribution, differs, infos
+from _op_cases import Case, cases_of, contribution, differs, infos
 from rich.console import Console
 from rich.table import Table
 
@@ -61,7 +61,7 @@ def place(tensor: torch.Tensor, at: int | str | None, mesh: Any) -> DTensor:
 
 def run_case(case: Case) -> tuple[str, str]:
     """Run a case on this rank: what came of it, and a note."""
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (case.num_ranks,), mesh_dim_names=("tp",))
     sample = case.sample
     seeds = [distribute_tensor(seed, mesh, [Replicate()]) for seed in sample.seeds]
 
@@ -96,7 +96,7 @@ def _whole(value: Any) -> Any:
 
 def judge(case: Case) -> tuple[str, str]:
     """Run a case on all ranks; they must agree."""
-    outcomes = simulate(RANKS).outcomes(run_case, case)
+    outcomes = simulate(case.num_ranks).outcomes(run_case, case)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             return "wrong", f"{type(outcome).__name__}: {outcome}"
@@ -106,14 +106,20 @@ def judge(case: Case) -> tuple[str, str]:
 
 
 def run_op(
-    info: Any, num_samples: int, num_ways: int, *, in_place: bool = False, with_torch: bool = False
+    info: Any,
+    num_samples: int,
+    num_ways: int,
+    num_ranks: int = 2,
+    *,
+    in_place: bool = False,
+    with_torch: bool = False,
 ) -> Row:
     """Run the cases of one op."""
     name = info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
     row = Row(name + ("_" if in_place else ""))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for case in cases_of(info, num_samples, num_ways, in_place=in_place):
+        for case in cases_of(info, num_samples, num_ways, num_ranks, in_place=in_place):
             kind, note = judge(case)
             row.counts[kind.partition(" ")[0]] += 1
             row.counts["cut"] += kind == "rule cut"
@@ -135,6 +141,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ops", help="names from the op database, with commas between")
     parser.add_argument("--samples", type=int, default=4, help="samples of each op (4)")
     parser.add_argument("--ways", type=int, default=8, help="layouts of each sample (8)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the mesh (2)")
     parser.add_argument("--in-place", action="store_true", help="the in-place form of the ops")
     parser.add_argument("--torch", action="store_true", help="torch's DTensor on the same cases")
     parser.add_argument("--notes", type=int, default=1, help="notes printed of each op (1)")
@@ -152,6 +159,7 @@ def main() -> None:
             info,
             options.samples,
             options.ways,
+            options.ranks,
             in_place=options.in_place,
             with_torch=options.torch,
         )

@@ -4,7 +4,7 @@
 from hyper_parallel.dtensor.api import distribute_module, distribute_tensor
 from hyper_parallel.dtensor.clip import clip_grad_norm_, get_total_norm
 from hyper_parallel.dtensor.decisions import strict_rules
-from hyper_parallel.dtensor.factories import empty, full, ones, zeros
+from hyper_parallel.dtensor.factories import empty, full, ones, rand, randn, zeros
 from hyper_parallel.dtensor.implicit import implicit_replication
 from hyper_parallel.dtensor.local_map import local_map
 from hyper_parallel.dtensor.optim import step_locally
@@ -24,6 +24,8 @@ __all__ = [
     "local_map",
     "manual_seed",
     "ones",
+    "rand",
+    "randn",
     "register_op_rule",
     "step_locally",
     "strict_rules",

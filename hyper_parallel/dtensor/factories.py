@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors made on a mesh: each rank makes its own part of empty, zeros, ones and full."""
+"""DTensors made on a mesh: empty, zeros, ones, full, and those of random numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 
 from hyper_parallel.core import Layout, Placement
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.random import fill
 from hyper_parallel.dtensor.read import read_mesh, read_placements, refuse_integer_average
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import LayoutError, describe
 
-__all__ = ["empty", "full", "ones", "zeros"]
+__all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
 
 def empty(
@@ -154,6 +155,88 @@ def full(  # noqa: PLR0913  # torch's signature
     return made.on(device_mesh, placements, torch.full, fill_value)
 
 
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Make a DTensor of numbers drawn evenly from [0, 1).
+
+    They are those of `torch.rand` in one process; see [Note: random numbers].
+
+    Args:
+        *size: the global shape, as ints or one sequence.
+        requires_grad: whether it is a leaf that needs a gradient.
+        dtype: the element type; default torch's default.
+        layout: torch.strided, the only one there is.
+        device_mesh: the mesh; default the one of the enclosing `with mesh:` block.
+        placements: one per mesh axis; default Replicate on each.
+
+    Returns:
+        The DTensor.
+
+    Communicates:
+        At the first draw on a mesh, two integers per axis, to compare the random states.
+
+    Raises:
+        LayoutError: placements, a dtype or a memory layout that do not fit, or random states that
+            differ.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import Shard, init_device_mesh, simulate
+        >>> from hyper_parallel.dtensor import rand
+        >>> @simulate(2)
+        ... def draw():
+        ...     torch.manual_seed(7)
+        ...     on = {"device_mesh": init_device_mesh("cpu", (2,)), "placements": [Shard(0)]}
+        ...     whole = rand(5, 3, **on).full_tensor()
+        ...     torch.manual_seed(7)
+        ...     return torch.equal(whole, torch.rand(5, 3))
+        >>> draw()
+        [True, True]
+    """
+    made = _Made("rand", size, dtype, layout, requires_grad)
+    return made.drawn(device_mesh, placements, torch.Tensor.uniform_)
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Make a DTensor of numbers drawn from the standard normal distribution.
+
+    They are those of `torch.randn` in one process; see [Note: random numbers].
+
+    Args:
+        *size: the global shape, as ints or one sequence.
+        requires_grad: whether it is a leaf that needs a gradient.
+        dtype: the element type; default torch's default.
+        layout: torch.strided, the only one there is.
+        device_mesh: the mesh; default the one of the enclosing `with mesh:` block.
+        placements: one per mesh axis; default Replicate on each.
+
+    Returns:
+        The DTensor.
+
+    Communicates:
+        At the first draw on a mesh, two integers per axis, to compare the random states.
+
+    Raises:
+        LayoutError: placements, a dtype or a memory layout that do not fit, or random states that
+            differ.
+    """
+    made = _Made("randn", size, dtype, layout, requires_grad)
+    return made.drawn(device_mesh, placements, torch.Tensor.normal_)
+
+
 class _Made:
     """What the factories have in common."""
 
@@ -183,3 +266,15 @@ class _Made:
         if layout.has_partial and make is not torch.empty and mesh.get_coordinate() is not None:
             local = move(local, layout.cotangent, layout)
         return DTensor(local, layout, requires_grad=self.requires_grad)
+
+    def drawn(
+        self, device_mesh: Any, placements: Any, draw: Callable[..., torch.Tensor]
+    ) -> DTensor:
+        """Make this rank's part on a mesh, and fill it."""
+        dtype = self.dtype or torch.get_default_dtype()
+        if not (dtype.is_floating_point or dtype.is_complex):
+            must = "dtype must be floating point or complex"
+            raise LayoutError(describe(self.where, must, "Cast what it gives", dtype=dtype))
+        made = self.on(device_mesh, placements, torch.empty)
+        fill(draw, made, (), {}, name=self.where)
+        return made

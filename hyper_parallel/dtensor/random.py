@@ -4,14 +4,15 @@
 [Note: random numbers] Every draw comes from torch's default generator of the device, whose state
 must be the same on every rank of the mesh (torch.manual_seed with one seed; compared at a mesh's
 first draw). A draw whose result is whole on every rank is that of one process. So is a draw that
-fills a DTensor (normal_, uniform_, the functions of torch.nn.init): each rank draws the whole and
-keeps its part, so initial values do not depend on the number of ranks; this takes the memory of the
-whole for a moment. Any other draw on shards (dropout, rand_like, ...) is made by a generator seeded
-with the default one's state and the shard's place: it differs from one process, and with the number
-of shards. The default generator then goes on as after one draw, on every rank alike. Since all
-follows from its state, what restores that state, as activation checkpointing does, gets the same
-numbers again. A call's own `generator=` takes the default one's place in all of this, but for the
-comparison; it must be seeded alike, too. Meta tensors draw nothing.
+fills a DTensor (normal_, uniform_, the functions of torch.nn.init, the factories rand and randn):
+each rank draws the whole and keeps its part, so initial values do not depend on the number of
+ranks; this takes the memory of the whole for a moment. Any other draw on shards (dropout,
+rand_like, ...) is made by a generator seeded with the default one's state and the shard's place: it
+differs from one process, and with the number of shards. The default generator then goes on as after
+one draw, on every rank alike. Since all follows from its state, what restores that state, as
+activation checkpointing does, gets the same numbers again. A call's own `generator=` takes the
+default one's place in all of this, but for the comparison; it must be seeded alike, too. Meta
+tensors draw nothing.
 """
 
 from __future__ import annotations
@@ -145,7 +146,9 @@ def own_draw(layout: Layout, device: torch.device, generator: Any = None) -> Gen
         source.set_state(after)
 
 
-def fill(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def fill(
+    func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
+) -> None:
     """Fill a DTensor in place with what one process would draw.
 
     Communicates:
@@ -156,7 +159,7 @@ def fill(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if layout.mesh.get_coordinate() is None:  # type: ignore[attr-defined]
         return
     if given_generator((*args, *kwargs.values())) is None:
-        agree(layout.mesh, local.device, func.__name__)  # type: ignore[arg-type]
+        agree(layout.mesh, local.device, name or func.__name__)  # type: ignore[arg-type]
     cls = type(target)
 
     def whole_of(value: Any) -> Any:

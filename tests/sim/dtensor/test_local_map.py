@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hyper_parallel import LayoutError, Partial, Replicate, Shard, local_map, simulate
-from hyper_parallel.dtensor import empty, full, ones, zeros
+from hyper_parallel.dtensor import empty, full, ones, rand, randn, zeros
 from hyper_parallel.runtime import DeviceMesh, init_device_mesh
 from support.dtensors import laid, line, parameter, same, seeded
 
@@ -152,11 +152,14 @@ def test_factories_of_pending_sums_and_refusals():
         zeros(3)
 
 
+FACTORIES = {f.__name__: f for f in (empty, zeros, ones, full, rand, randn)}
+
+
 def test_signatures_are_torchs():
     import torch.distributed.tensor as theirs
     from torch.distributed.tensor import experimental
 
-    for name, ours in {"empty": empty, "zeros": zeros, "ones": ones, "full": full}.items():
+    for name, ours in FACTORIES.items():
         wanted = inspect.signature(getattr(theirs, name)).parameters
         got = inspect.signature(ours).parameters
         assert [*got] == [*wanted]

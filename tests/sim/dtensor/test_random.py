@@ -23,6 +23,7 @@ from hyper_parallel import (
     simulate,
 )
 from hyper_parallel.core import AbstractMesh, Layout
+from hyper_parallel.dtensor import rand, randn
 from hyper_parallel.dtensor.random import own_draw
 from hyper_parallel.runtime import current_rank
 from support.device import DEVICE, DTYPE
@@ -153,6 +154,52 @@ def test_fills_are_those_of_one_process(placement):
     for one, other in zip(drawn, dense, strict=True):
         assert torch.equal(one.full_tensor(), other)
     assert torch.equal(torch.get_rng_state(), after)
+
+
+FACTORIES = {torch.rand: rand, torch.randn: randn}
+PLACED = {
+    "replicated": (Replicate(), Replicate()),
+    "rows": (Shard(0), Replicate()),
+    "rows and columns": (Shard(0), Shard(1)),
+    "rows twice": (Shard(0), Shard(0)),
+    "a pending sum": (Partial(), Shard(1)),
+}
+
+
+@pytest.mark.parametrize("placements", PLACED.values(), ids=PLACED)
+@simulate(4)
+def test_drawing_factories_gather_to_what_one_process_draws(placements):
+    mesh = init_device_mesh(DEVICE, (2, 2))
+    on = {"device_mesh": mesh, "placements": placements}
+    for theirs, ours in FACTORIES.items():
+        for shape, dtype in (((9, 5), None), ((64, 3), torch.bfloat16), ((1, 40), torch.float64)):
+            torch.manual_seed(13)
+            dense = theirs(shape, dtype=dtype)
+            after = torch.get_rng_state()
+            torch.manual_seed(13)
+            made = ours(*shape, dtype=dtype, **on)
+            assert made.dtype == dense.dtype and made.placements == placements
+            if placements[0] == Partial():
+                same(made, dense)
+            else:
+                assert torch.equal(made.full_tensor(), dense)
+            assert torch.equal(torch.get_rng_state(), after)
+            part = made.to_local()
+            assert part.untyped_storage().nbytes() == part.nbytes  # the whole is let go
+    leaf = rand(4, requires_grad=True, **{**on, "placements": [Replicate()] * 2})
+    assert leaf.is_leaf and leaf.requires_grad
+
+
+def test_drawing_factories_need_equal_random_states_and_floating_values():
+    def draw():
+        torch.manual_seed(current_rank())
+        return rand(4, device_mesh=line(2), placements=[Shard(0)])
+
+    outcomes = simulate(2).outcomes(draw)
+    assert all("DTensor op 'rand': random states must be the same" in str(e) for e in outcomes)
+    outcomes = simulate(2).outcomes(lambda: rand(4, dtype=torch.int64, device_mesh=line(2)))
+    assert all("rand: dtype must be floating point or complex" in str(e) for e in outcomes)
+    assert all(isinstance(error, LayoutError) for error in outcomes)
 
 
 @simulate(2)
@@ -368,6 +415,7 @@ def test_a_rank_outside_the_mesh_draws_nothing():
     with torch.no_grad():
         for draw in (F.dropout, torch.rand_like, torch.Tensor.normal_, nn.init.xavier_uniform_):
             assert draw(x).shape == (8, 2)
+    assert rand(8, 2, device_mesh=mesh, placements=[Shard(0)]).shape == (8, 2)
     drew = not torch.equal(torch.get_rng_state(), before)
     assert drew is (mesh.get_coordinate() is not None)
 
