@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import handle_torch_function
 
+from hyper_parallel.dtensor.composed import norm_power
 from support.dtensors import seeded
 from support.npu_ops import OPS
 
-__all__ = ["CALLS", "EVEN", "NOT_CALLED", "UNEVEN", "OpCall"]
+__all__ = ["CALLS", "EVEN", "RANDOM_CALLS", "UNEVEN", "OpCall"]
 
 EVEN = {"a": 4, "b": 8, "c": 4, "d": 8, "e": 16}
 UNEVEN = {"a": 5, "b": 6, "c": 3, "d": 4, "e": 16}
@@ -70,6 +72,7 @@ def _draw(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         "r": lambda: torch.arange(shape[0]).flip(0),
         "w": lambda: x.float(),
         "q": lambda: x + 4 * torch.eye(shape[-1], dtype=x.dtype),
+        "o": lambda: (x > 0).to(x.dtype),
     }
     made = drawn.get(kind.lower(), lambda: x)()
     return made.requires_grad_(kind.islower() and (made.is_floating_point() or made.is_complex()))
@@ -263,6 +266,7 @@ CALLS: dict[str, list[OpCall]] = {
     "addr": [c(torch.addr, "ab a b"), c(torch.addr, "b a b")],
     "baddbmm": [c(torch.baddbmm, "cad cab cbd"), c(torch.baddbmm, "c1d cab cbd")],
     "addbmm": [c(torch.addbmm, "ad cab cbd")],
+    "chain_matmul": [c(torch.chain_matmul, "ab bc cd")],
     "linalg_multi_dot": [
         c(lambda *x: torch.linalg.multi_dot(x), s) for s in ("ab bc cd", "b bc cd", "ab bc c")
     ],
@@ -332,6 +336,11 @@ CALLS: dict[str, list[OpCall]] = {
         c(lambda x: x.logsumexp(0)),
         c(lambda x: x.logsumexp((0, 1))),
         c(lambda x: x.logsumexp(1, True)),
+    ],
+    "norm_power": [
+        # No call of torch's: norms are made of it.
+        c(lambda x: handle_torch_function(norm_power, (x,), x, 3.0, 1, True)),
+        c(lambda x: handle_torch_function(norm_power, (x,), x, 1.5)),
     ],
     "vector_norm": [
         c(torch.linalg.vector_norm),
@@ -830,9 +839,49 @@ CALLS |= {
         c(OPS.npu_moe_token_unpermute, "6b 6 23", "frp"),
     ],
 }
-# Ops that draw random numbers only in other calls, and names that torch calls by another.
-RANDOM = (
-    "alpha_dropout dropout1d dropout2d dropout3d rand_like randn_like randint_like bernoulli"
-    " poisson"
-)
-NOT_CALLED = {"norm_power", "chain_matmul", *RANDOM.split()}
+
+
+# ---------------------------------------------------------------------- random numbers
+
+Holds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+
+
+def drops(together: int | None = None) -> Holds:
+    """Tell that values are dropped or scaled, those of a channel (dims from `together`) alike."""
+
+    def holds(x: torch.Tensor, y: torch.Tensor, slope: torch.Tensor) -> bool:
+        kept = (y != 0).to(x.dtype)
+        is_mask = torch.allclose(y, kept * x / 0.75) and torch.allclose(slope, kept / 0.75)
+        channels = kept if together is None else kept.flatten(together)
+        alike = together is None or bool((channels == channels[..., :1]).all())
+        return is_mask and alike and 0 < kept.sum() < kept.numel()
+
+    return holds
+
+
+def _drops_to_a_level(x: torch.Tensor, y: torch.Tensor, slope: torch.Tensor) -> bool:
+    scale, level = (0.75 * (1 + 0.25 * 1.7580993408473766**2)) ** -0.5, 1.7580993408473766
+    kept = (slope != 0).to(x.dtype)
+    wanted = scale * (torch.where(slope != 0, x, -level) + 0.25 * level)
+    return torch.allclose(y, wanted) and torch.allclose(slope, kept * scale)
+
+
+def _differs(least: float, most: float) -> Holds:
+    return lambda x, y, slope: bool(
+        len(y.unique()) > y.numel() / 2 and (least <= y).all() and (y < most).all()
+    )
+
+
+# What draws: a call, and what must hold of its operand, result, and gradient for ones.
+RANDOM_CALLS: dict[str, tuple[OpCall, Holds]] = {
+    "dropout": (c(lambda x: F.dropout(x, 0.25)), drops()),
+    "alpha_dropout": (c(lambda x: F.alpha_dropout(x, 0.25, training=True)), _drops_to_a_level),
+    "dropout1d": (c(lambda x: F.dropout1d(x, 0.25), "ab3"), drops(2)),
+    "dropout2d": (c(lambda x: F.dropout2d(x, 0.25), "ab33"), drops(2)),
+    "dropout3d": (c(lambda x: F.dropout3d(x, 0.25), "b333"), drops(1)),
+    "rand_like": (c(torch.rand_like), _differs(0, 1)),
+    "randn_like": (c(torch.randn_like), _differs(-6, 6)),
+    "randint_like": (c(lambda x: torch.randint_like(x, 10**6, 10**7)), _differs(10**6, 10**7)),
+    "bernoulli": (c(torch.bernoulli, "ab", "O"), lambda x, y, slope: torch.equal(x, y)),
+    "poisson": (c(torch.poisson, "ab", "O"), lambda x, y, slope: not y[x == 0].any()),
+}

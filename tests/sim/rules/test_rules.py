@@ -1,249 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brute force: every choice of every rule gives the whole op's values and gradients.
 
-Ranks are a loop here, not threads: the op runs on each rank's pieces in the form that the library
-runs it in, and the pieces are joined as the decision says.
+The checker is in tests/support/brute.py; wrong rules show that it finds what is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hyper_parallel.core import AbstractMesh, Layout
-from hyper_parallel.core.factor import BoundRule, bind
-from hyper_parallel.core.placement import Partial, Placement, Shard
-from hyper_parallel.core.propagate import Decision, choices
-from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.dtensor.decisions import Spec, spec_of
-from hyper_parallel.dtensor.local_forms import form_of
-from hyper_parallel.dtensor.signatures import bind_call, op_name
-from hyper_parallel.rules import Call, find, names
-from support.op_calls import CALLS, EVEN, NOT_CALLED, UNEVEN, OpCall
-
-# A random draw, and memory as it comes: there is nothing to compare.
-NO_VALUES = {"empty_like"}
-SAID_OTHERWISE = {"ravel", "reshape_as", "view_as", "expand_as", "broadcast_to", "type_as"}
-
-
-class Asked(torch.Tensor):
-    """A tensor that notes the first op it is given to, instead of running it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        getter = getattr(getattr(func, "__self__", None), "__name__", "")
-        is_op = getattr(func, "__name__", "") != "__get__" or getter in ("T", "H", "mT", "mH")
-        if not is_op or getattr(func, "__name__", "") in ("size", "numel", "dim"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise Noted(func, args, kwargs or {})
-
-
-class Noted(Exception):  # not an error
-    """The first op of a call."""
-
-
-class Rank(AbstractMesh):
-    """A mesh of one axis seen from one of its ranks."""
-
-    rank = 0
-
-    def get_rank(self) -> int:
-        return self.rank
-
-    def get_coordinate(self) -> list[int]:
-        return [self.rank]
-
-
-@dataclass
-class Op:
-    """One op, its rule bound to the operands, and how to call it with others."""
-
-    name: str
-    operands: list[torch.Tensor]
-    bound: BoundRule
-    call: Callable[[Sequence[torch.Tensor], Spec | None], list[torch.Tensor]]
-    static: Any
-
-
-def noted(case: OpCall, sizes: dict[str, int] = EVEN, rule: OpRule | None = None) -> Op | None:
-    """Find the op behind a call, and its rule; None for an op that dispatch says otherwise."""
-    operands = case.operands(sizes)
-    asked = [x.detach().as_subclass(Asked) for x in operands]
-    with pytest.raises(Noted) as found:
-        case.op(*asked)
-    func, args, kwargs = found.value.args
-    name = op_name(func)
-    bound_call = bind_call(name, func, args, kwargs)
-    if name in SAID_OTHERWISE:
-        return None
-    tensors = [t if isinstance(t, Asked) else None for t in bound_call.operands]
-    order = [next(i for i, a in enumerate(asked) if a is t) for t in tensors if t is not None]
-    if len(set(order)) < len(order):
-        return None  # one tensor twice: its gradients cannot be told apart
-    shapes = tuple(None if t is None else tuple(t.shape) for t in tensors)
-    rule = rule or find(name, Call(shapes, bound_call.static))
-    leaves, tree = tree_flatten((args, kwargs))
-    places = [next((i for i, a in enumerate(asked) if a is leaf), None) for leaf in leaves]
-
-    def call(values: Sequence[torch.Tensor], spec: Spec | None) -> list[torch.Tensor]:
-        """Call the op with `values` for its operands, in their order."""
-        of_asked = dict(zip(order, values, strict=True))
-        given = [leaf if i is None else of_asked[i] for leaf, i in zip(leaves, places, strict=True)]
-        call_args, call_kwargs = tree_unflatten(given, tree)
-        local = spec.local if spec is not None else None
-        run = func if local is None else partial(_in_form, local, func)
-        results = tree_flatten(run(*call_args, **call_kwargs))[0]
-        return [r for r in results if isinstance(r, torch.Tensor)]
-
-    return Op(name, [operands[i] for i in order], bind(rule, shapes), call, bound_call.static)
-
-
-def _in_form(local: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return local.run(func, args, kwargs)
-
-
-def split(x: torch.Tensor, placement: Placement, count: int) -> list[torch.Tensor]:
-    """Cut a value in the local values of `count` ranks (torch.chunk, any sum)."""
-    if isinstance(placement, Shard):
-        size, block = x.shape[placement.dim], placement.block
-        step = -(-(size // block) // count) * block
-        edges = [min(i * step, size) for i in range(count + 1)]
-        return [x.narrow(placement.dim, a, b - a) for a, b in pairwise(edges)]
-    if isinstance(placement, Partial):
-        noise = torch.randn((count, *x.shape), generator=torch.Generator().manual_seed(3)).to(x)
-        parts = noise - noise.mean(0) + x / count
-        return list(parts * count if placement.is_partial("avg") else parts)
-    return [x] * count
-
-
-def join(parts: list[torch.Tensor], placement: Placement) -> torch.Tensor:
-    """Put local values together again; replicas must agree."""
-    if isinstance(placement, Shard):
-        return torch.cat(parts, placement.dim)
-    if isinstance(placement, Partial):
-        together = torch.stack(parts)
-        reductions = {"max": together.amax, "min": together.amin, "product": together.prod}
-        if placement.reduce_op in reductions:
-            return reductions[placement.reduce_op](0)
-        whole = together.sum(0, dtype=parts[0].dtype)
-        return whole / len(parts) if placement.is_partial("avg") else whole
-    for part in parts[1:]:
-        torch.testing.assert_close(part, parts[0], equal_nan=True)
-    return parts[0]
-
-
-@dataclass
-class Whole:
-    """What an op gives on whole operands, and gradients for drawn cotangents."""
-
-    values: list[torch.Tensor]
-    cotangents: list[torch.Tensor]
-    gradients: list[torch.Tensor | None]
-
-    @classmethod
-    def of(cls, op: Op) -> Whole:
-        values, _ = forward_backward(op, op.operands, None, None)
-        cotangents = [draw_like(r, i) for i, r in enumerate(values)]
-        return cls(values, cotangents, forward_backward(op, op.operands, None, cotangents)[1])
-
-
-def run_choice(op: Op, whole: Whole, decision: Decision, count: int) -> None:
-    """Run an op on every rank as a decision says; compare values and gradients with the whole."""
-    shapes = [tuple(r.shape) for r in whole.values]
-    placed = [p[0] for p in decision.inputs if p]
-    pieces = [split(x.detach(), p, count) for x, p in zip(op.operands, placed, strict=True)]
-    outs = [p[0] for p in decision.outputs]
-    incoming = [
-        split(g / d, p, count) if p.is_shard() else [g / d] * count
-        for g, p, d in zip(whole.cotangents, outs, decision.divisors, strict=True)
-    ]
-    form = form_of(op.name, op.static) if decision.shifts or op.bound.rule.local else None
-    values: list[list[torch.Tensor]] = []
-    gradients: list[list[Any]] = []
-    for rank in range(count):
-        mesh = Rank("cpu", (count,))
-        mesh.rank = rank
-        pairs = enumerate(zip(decision.inputs, op.bound.shapes, strict=True))
-        present = [(i, Layout(mesh, p, s)) for i, (p, s) in pairs if p and s is not None]
-        spec = spec_of(form, decision, present, shapes)
-        local = [
-            piece[rank].detach().clone().requires_grad_(x.requires_grad)
-            for piece, x in zip(pieces, op.operands, strict=True)
-        ]
-        results, grads = forward_backward(op, local, spec, [g[rank] for g in incoming])
-        values.append(results)
-        # Where some rank has no elements, the library gives zeros for what torch leaves out.
-        settled = zip(local, grads, strict=True)
-        gradients.append(
-            [torch.zeros_like(x) if g is None and spec.has_empty else g for x, g in settled]
-        )
-    for i, expected in enumerate(whole.values):
-        if op.name not in NO_VALUES:
-            joined = join([v[i] for v in values], outs[i])
-            torch.testing.assert_close(joined, expected, equal_nan=True)
-    # Without a gradient here: dispatch leaves these choices out where one is needed.
-    is_smooth = not any(isinstance(p, Partial) and p.reduce_op not in ("sum", "avg") for p in outs)
-    lies = [p[0] for p in decision.gradients if p]
-    for i, wanted in enumerate(whole.gradients):
-        if wanted is not None and is_smooth:
-            joined = join([g[i] for g in gradients], lies[i])
-            torch.testing.assert_close(joined, wanted, equal_nan=True)
-
-
-def draw_like(result: torch.Tensor, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + 1)
-    return torch.rand(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
-
-
-def forward_backward(
-    op: Op, operands: Sequence[torch.Tensor], spec: Spec | None, cotangents: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Run an op; give its results, and the operands' gradients where cotangents are given."""
-    results = op.call(operands, spec)
-    if cotangents is None:
-        return [r.detach() for r in results], []
-    pairs = [(r, g) for r, g in zip(results, cotangents, strict=True) if r.requires_grad]
-    asked = [x for x in operands if x.requires_grad]
-    if not pairs or not asked:
-        return [r.detach() for r in results], [None] * len(operands)
-    outs, grads = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outs, asked, grads, allow_unused=True))
-    by_operand = [next(found) if x.requires_grad else None for x in operands]
-    return [r.detach() for r in results], by_operand
-
-
-def check(op: Op, count: int, check_cut: bool = True) -> list[str]:
-    """Try every choice on one axis; say what is wrong: what differs, and factors never cut."""
-    found, whole = choices(op.bound, count), Whole.of(op)
-    wrong: list[str] = []
-    for decision in found:
-        try:
-            run_choice(op, whole, decision, count)
-        except (AssertionError, RuntimeError, ValueError, IndexError) as error:
-            wrong.append(f"{decision.why}: {error}")
-    if not check_cut:
-        return wrong
-    cut = {decision.why.split()[1] for decision in found if decision.why.startswith("cut")}
-    wrong += [
-        f"{f.name} never cut" for f in op.bound.factors if f.is_cuttable and f.name not in cut
-    ]
-    return wrong
-
+from hyper_parallel.core.rule import parse_rule
+from hyper_parallel.rules import names
+from support.brute import check, noted
+from support.op_calls import CALLS, RANDOM_CALLS, UNEVEN, OpCall
 
 OWN = frozenset(names())  # before any test registers one
 
 
 def test_every_rule_is_called() -> None:
-    assert set(CALLS) | NOT_CALLED == OWN
+    assert set(CALLS) | set(RANDOM_CALLS) == OWN
+    # At least one call of each is compared.
+    assert not [name for name, cases in CALLS.items() if not any(map(noted, cases))]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -267,6 +49,16 @@ def test_rule_holds_for_uneven_pieces_and_pieces_without_elements(name: str) -> 
         if op is not None:
             wrong = check(op, 4, check_cut=False)
             assert not wrong, f"{op.bound.rule} on {case.shapes}: {wrong}"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", RANDOM_CALLS)
+def test_random_rule_every_choice_draws_as_the_whole_op(name: str, count: int) -> None:
+    case, holds = RANDOM_CALLS[name]
+    op = noted(case)
+    assert op is not None and op.name == name
+    wrong = check(op, count, holds=holds)
+    assert not wrong, f"{op.bound.rule} on {case.shapes}: {wrong}"
 
 
 def wrong(text: str, op: Callable[..., Any], shapes: str, kinds: str = "f", **flags: Any) -> Any:
@@ -297,6 +89,22 @@ WRONG = {
     "a chosen position counts from the first rank": wrong(
         "a b -> a", lambda x: x.argmax(1), "ab", reduce="max"),
 }  # fmt: skip
+
+
+WRONG_RANDOM = {
+    "what is dropped to a level is not linear": ("alpha_dropout", "... -> ...", {"linear": True}),
+    "channels are dropped together": ("dropout2d", "n c h w -> n c h w", {}),
+    "a draw follows its own part": ("bernoulli", "a b -> b a", {}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RANDOM)
+def test_wrong_random_rule_is_refused(name: str) -> None:
+    op, text, flags = WRONG_RANDOM[name]
+    case, holds = RANDOM_CALLS[op]
+    made = noted(case, rule=parse_rule(text, **flags))
+    assert made is not None
+    assert check(made, 2, holds=holds)
 
 
 @pytest.mark.parametrize("count", [2, 4])
