@@ -32,7 +32,7 @@ REPLICATE = Replicate()
 # Getters that compute a tensor, so they are ops; every other getter is answered by torch.
 _OP_GETTERS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 _NATIVE = frozenset(
-    "__set__ requires_grad_ retain_grad detach_ data_ptr untyped_storage storage_offset"
+    "__set__ requires_grad_ retain_grad data_ptr untyped_storage storage_offset"
     " is_contiguous element_size is_floating_point is_complex is_signed is_tensor is_inference"
     " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
     " get_device register_post_accumulate_grad_hook __hash__".split()
@@ -206,18 +206,32 @@ def _constant(cls: type[Any], tensor: Any, val: float) -> Any:
         return tensor.fill_(val)
 
 
-def _transpose_in_place(tensor: Any) -> Any:
-    """Serve `tensor.t_()`, which changes no element; torch.nn.init.orthogonal_ calls it."""
-    inplace.refuse_gradient("DTensor op 't_'", [tensor])
-    _data("__set__", type(tensor), None, (tensor, tensor.detach().t()), {})
-    tensor._is_scattered = True
+def _detach_in_place(tensor: Any) -> Any:
+    """Serve `tensor.detach_()`; torch's own refuses results of ops, which are aliases for it."""
+    if tensor.is_leaf:
+        return tensor.requires_grad_(False)
+    try:
+        torch.utils.swap_tensors(tensor, _detach(type(tensor), tensor))
+    except RuntimeError as error:
+        must = "the tensor must not be kept for backward by a torch.autograd.Function"
+        raise LayoutError(describe("DTensor op 'detach_'", must, "Use detach()")) from error
+    return tensor
+
+
+def _view_in_place(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Serve `tensor.t_()` and the like, which change no element."""
+    inplace.refuse_gradient(f"DTensor op '{name}_'", [tensor])
+    view = getattr(tensor.detach(), name)(*args, **kwargs)
+    _data("__set__", type(tensor), None, (tensor, view), {})
+    tensor._is_scattered = view._is_scattered
+    tensor._write_is_lost = view._write_is_lost
     return tensor
 
 
 # Calls that are another call, which has a rule.
 _SAID_OTHERWISE: dict[str, Callable[..., Any]] = {
     "dim": lambda x: x.ndim,  # Tensor.ndimension
-    "t_": _transpose_in_place,
+    "detach_": _detach_in_place,
     "view_as": lambda x, other: x.view(other.shape),
     "reshape_as": lambda x, other: x.reshape(other.shape),
     "expand_as": lambda x, other: x.expand(other.shape),
@@ -225,6 +239,10 @@ _SAID_OTHERWISE: dict[str, Callable[..., Any]] = {
     "type_as": lambda x, other: x.to(other.dtype),
     "ravel": lambda x: x.reshape(-1),
     "is_same_size": lambda x, other: x.shape == other.shape,
+    **{
+        f"{name}_": partial(_view_in_place, name)
+        for name in "squeeze swapaxes swapdims t transpose unsqueeze".split()
+    },
 }
 
 

@@ -36,9 +36,7 @@ _OPERATORS = {
     "__ipow__": "pow",
 }
 # These change what a tensor is, not its values.
-_RESHAPING = frozenset(
-    "as_strided rename resize resize_as set squeeze swapaxes swapdims t transpose unsqueeze".split()
-)
+_RESHAPING = frozenset("as_strided rename resize resize_as set".split())
 # On a pending sum only these, with scalars or equal pending sums, keep their meaning.
 _LINEAR = frozenset("zero neg negative".split())
 _SCALING = frozenset("mul multiply div divide true_divide".split())

@@ -3,16 +3,16 @@
 
 [Note: random numbers] Every draw comes from torch's default generator of the device, whose state
 must be the same on every rank of the mesh (torch.manual_seed with one seed; compared at a mesh's
-first draw). A draw whose result is whole on every rank is that of one process. So is a draw that
-fills a DTensor (normal_, uniform_, the functions of torch.nn.init, the factories rand and randn):
-each rank draws the whole and keeps its part, so initial values do not depend on the number of
-ranks; this takes the memory of the whole for a moment. Any other draw on shards (dropout,
-rand_like, ...) is made by a generator seeded with the default one's state and the shard's place: it
-differs from one process, and with the number of shards. The default generator then goes on as after
-one draw, on every rank alike. Since all follows from its state, what restores that state, as
-activation checkpointing does, gets the same numbers again. A call's own `generator=` takes the
-default one's place in all of this, but for the comparison; it must be seeded alike, too. Meta
-tensors draw nothing.
+first draw, in checked mode at each). A draw whose result is whole on every rank is that of one
+process. So is a draw that fills a DTensor (normal_, uniform_, the functions of torch.nn.init, the
+factories rand and randn): each rank draws the whole and keeps its part, so initial values do not
+depend on the number of ranks; this takes the memory of the whole for a moment. Any other draw on
+shards (dropout, rand_like, ...) is made by a generator seeded with the default one's state and the
+shard's place: it differs from one process, and with the number of shards. The default generator
+then goes on as after one draw, on every rank alike. Since all follows from its state, what restores
+that state, as activation checkpointing does, gets the same numbers again. A call's own `generator=`
+takes the default one's place in all of this, but for the comparison; it must be seeded alike, too.
+Meta tensors draw nothing.
 """
 
 from __future__ import annotations
@@ -84,17 +84,21 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
 
 
 def agree(mesh: DeviceMesh, device: torch.device, name: str) -> None:
-    """Compare the ranks' random states at the first draw on a mesh.
+    """Compare the ranks' random states at the first draw on a mesh; in checked mode at each.
 
     Communicates:
-        At the first draw one exchange of two integers per axis.
+        If they are compared, one exchange of two integers per axis.
 
     Raises:
         LayoutError: on every rank, if two ranks' states differ.
     """
     known = _agreed.setdefault(mesh.backend, set())
     group = (mesh.get_rank(), mesh.ranks)
-    if group in known or device.type == "meta" or mesh.get_coordinate() is None:
+    if (
+        (group in known and not mesh.checked)
+        or device.type == "meta"
+        or mesh.get_coordinate() is None
+    ):
         return
     least, most = _extremes(mesh, _digest(_default(device).get_state(), 0) >> 2)
     if least != most:

@@ -234,7 +234,42 @@ def test_detach_and_no_grad():
         same(x * 2, whole * 2)
     assert torch.is_grad_enabled()
     x.detach_()
-    assert x.is_leaf
+    assert x.is_leaf and not x.requires_grad
+
+
+class KeepsItsOperand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@simulate(2)
+def test_a_result_is_detached_in_place():
+    x, whole, mesh = leaf()
+    y = x.sin()
+    before = y.exp()
+    moved = x.redistribute(mesh, [Replicate()])
+    for result, value in ((y, whole.sin()), (moved, whole)):
+        assert result.detach_() is result
+        assert result.is_leaf and not result.requires_grad and result.grad_fn is None
+        same(result, value)
+    before.sum().backward()
+    same(x.grad, whole.sin().exp() * whole.cos())
+    x.grad = None
+    (x * y).sum().backward()
+    same(x.grad, whole.sin())
+    (y.requires_grad_() * y).sum().backward()
+    same(y.grad, 2 * whole.sin())
+    kept = x.cos()
+    twice = KeepsItsOperand.apply(kept)
+    with pytest.raises(LayoutError, match="'detach_': the tensor must not be kept for backward"):
+        kept.detach_()
+    assert twice.requires_grad
 
 
 @simulate(2)

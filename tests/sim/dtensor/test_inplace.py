@@ -152,7 +152,41 @@ def test_writes_that_are_not_element_by_element(name, placement):
     run()
 
 
-@pytest.mark.parametrize("write", [lambda x: x.unsqueeze_(0), lambda x: x.squeeze_()])
+VIEWS = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, -1),
+    "swapaxes_": lambda x: x.swapaxes_(axis0=1, axis1=0),
+    "swapdims_": lambda x: x.swapdims_(0, 1),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.unsqueeze_(0).squeeze_(),
+    "squeeze_ of dims": lambda x: x.unsqueeze_(-1).squeeze_((0, 2)),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()])
+@pytest.mark.parametrize("change", VIEWS.values(), ids=VIEWS)
+def test_views_are_made_in_place(change, placement):
+    @simulate(2)
+    def run():
+        x, whole, _ = made(placement)
+        alias = x[:]
+        assert change(x) is x
+        same(x, change(whole.clone()))
+        x.mul_(2)
+        same(alias, whole * 2)
+
+    run()
+
+
+@simulate(2)
+def test_a_view_in_place_that_had_to_be_gathered_takes_no_writes():
+    row = laid(seeded(1, 6), line(2), Shard(0))
+    same(row.squeeze_(), seeded(1, 6)[0])
+    with pytest.raises(LayoutError, match="must not be a view that was gathered"):
+        row.zero_()
+
+
+@pytest.mark.parametrize("write", [lambda x: x.resize_(2), lambda x: x.as_strided_((2,), (1,))])
 @simulate(2)
 def test_writes_that_change_the_shape_are_refused(write):
     x, whole, _ = made(Shard(0))

@@ -278,6 +278,20 @@ def test_states_that_differ_are_refused_on_every_rank():
     assert all("every rank of the mesh must pass the same seed" in str(e) for e in outcomes)
 
 
+def test_states_that_part_later_are_seen_in_checked_mode():
+    def draw(checked):
+        mesh = line(2)
+        mesh.checked = checked
+        x = laid(torch.ones(4), mesh, Replicate())
+        F.dropout(x)
+        torch.rand(current_rank())
+        return F.dropout(x)
+
+    outcomes = simulate(2).outcomes(draw, True)
+    assert all("'dropout': random states must be the same on every rank" in str(e) for e in outcomes)
+    assert all(isinstance(x, DTensor) for x in simulate(2).outcomes(draw, False))
+
+
 @simulate(2)
 def test_manual_seed_makes_states_alike():
     mesh = line(2)
