@@ -227,11 +227,12 @@ def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
     """Refuse options that write into an operand, or whose gradient is not dense."""
     for option in ("inplace", "max_norm", "sparse"):
         if kwargs.get(option):
+            instead = ", and use Adam in place of SparseAdam" if option == "sparse" else ""
             raise LayoutError(
                 describe(
                     f"DTensor op {name!r}",
                     f"{option} is not supported on DTensors",
-                    f"Leave {option} out",
+                    f"Leave {option} out{instead}",
                     **{option: kwargs[option]},
                 )
             )

@@ -121,8 +121,6 @@ pad: input* pad mode value
 pixel_shuffle: input* upscale_factor
 pixel_unshuffle: input* downscale_factor
 grid_sample: input* grid* mode padding_mode align_corners
-max_pool1d max_pool2d max_pool3d: input* kernel_size stride padding dilation ceil_mode
-    return_indices
 linalg_solve linalg_solve_triangular: A* B*
 cholesky_solve: B* L|input2*
 triangular_solve: b* A*

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.rules.call import Argument, Call, Rule, aligned, letters, refuse, spec
@@ -183,11 +183,9 @@ def _list_size(entry: Argument) -> int | None:
 
 def _is_full(entry: Argument, size: int) -> bool:
     """Tell whether a slice takes all of a dim."""
-    bounds = entry[1:] if isinstance(entry, tuple) else ()
-    if len(bounds) != 3 or not all(bound is None or isinstance(bound, int) for bound in bounds):
-        return False
-    start, stop, step = cast("tuple[int | None, int | None, int | None]", bounds)
-    return range(size)[start:stop:step] == range(size)
+    bounds = entry[1:] if isinstance(entry, tuple) else ("",)
+    is_told = all(bound is None or isinstance(bound, int) for bound in bounds)
+    return is_told and range(size)[slice(*cast("Any", bounds))] == range(size)
 
 
 def _entries(call: Call) -> list[Argument]:

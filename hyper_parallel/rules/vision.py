@@ -34,8 +34,6 @@ def conv(is_transposed: bool, call: Call) -> OpRule:
 
 def over_space(num_dims: int, num_results: int, call: Call) -> OpRule:
     """Transform the last dims, which are whole; the leading ones (batch, channels) may be cut."""
-    if call.flag("return_indices"):
-        num_results = 2
     space = " ".join(["_"] * num_dims)
     results = ", ".join([f"... {space}"] * num_results)
     return parse_rule(f"... {space} -> {results}", empty=False)
@@ -85,6 +83,11 @@ RULES: dict[str, Rule] = {
     **{f"conv{n}d": partial(conv, False) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": partial(conv, True) for n in (1, 2, 3)},
     **{f"{pool}{n}d": partial(over_space, n, 1) for pool in _POOLS.split() for n in (1, 2, 3)},
+    **{
+        f"{pool}{n}d_with_indices": partial(over_space, n, 2)
+        for pool in ("max_pool", "adaptive_max_pool")
+        for n in (1, 2, 3)
+    },
     "interpolate": resample,
     "pad": pad,
     "pixel_shuffle": pixel_shuffle,

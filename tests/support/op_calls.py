@@ -67,7 +67,7 @@ def _draw(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         "z": lambda: x.sigmoid(),
         "y": lambda: x @ x.mT + 4 * torch.eye(shape[-1], dtype=x.dtype),
         "j": lambda: (x.abs() * 100).long() % 3 - 3,
-        "e": lambda: torch.full(shape, 8, dtype=torch.int32),
+        "e": lambda: (torch.arange(1, shape[0] + 1) * 8 // shape[0]).int(),
         "k": lambda: torch.complex(x, 2 * x),
         "r": lambda: torch.arange(shape[0]).flip(0),
         "w": lambda: x.float(),
@@ -290,7 +290,7 @@ CALLS: dict[str, list[OpCall]] = {
         c(partial(torch.tensordot, dims=1), "ab bc"),
         c(partial(torch.tensordot, dims=([0, 1], [1, 0])), "abc bad"),
     ],
-    "inner": [c(torch.inner, "ab cb"), c(torch.inner, "b b")],
+    "inner": [c(torch.inner, "ab cb"), c(torch.inner, "b b"), c(torch.inner, "ab .")],
     "kron": [c(torch.kron, "ab cd"), c(torch.kron, "b a"), c(torch.kron, "ab c")],
     "linalg_vecdot": [
         c(torch.linalg.vecdot, "ab ab"),
@@ -298,7 +298,10 @@ CALLS: dict[str, list[OpCall]] = {
     ],
     "grouped_mm": [
         c(lambda x, w: F.grouped_mm(x, w), "4ae 4ee", "w"),
-        c(lambda x, w, n: F.grouped_mm(x, w, offs=n), "8e 1ee 1", "wwe"),
+        *(
+            c(lambda x, w, n: F.grouped_mm(x, w, offs=n), shapes, "wwe")
+            for shapes in ("8e 2ee 2", "2ee e8 2", "e8 8e 2")
+        ),
     ],
     "bilinear": [c(F.bilinear, "ab ac dbc"), c(F.bilinear, "ab ac dbc d")],
     "cdist": [c(torch.cdist, "cab cdb"), c(torch.cdist, "ab db")],
@@ -402,7 +405,11 @@ CALLS: dict[str, list[OpCall]] = {
     "trapezoid": [c(torch.trapezoid), c(lambda y: torch.trapz(y, dx=0.5, dim=0))],
     "cumulative_trapezoid": [c(lambda y: torch.cumulative_trapezoid(y, dim=0))],
     "trace": [c(torch.trace)],
-    "searchsorted": [c(torch.searchsorted, "ab ac", "sf"), c(torch.searchsorted, "b ac", "sf")],
+    "searchsorted": [
+        c(torch.searchsorted, "ab ac", "sf"),
+        c(torch.searchsorted, "b ac", "sf"),
+        c(lambda x: torch.searchsorted(x, 0.5), "b", "S"),
+    ],
 }
 
 # ---------------------------------------------------------------------- normalisation, losses
@@ -483,7 +490,8 @@ CALLS |= {
     "multi_margin_loss": [
         c(lambda x, y, w, r=r: F.multi_margin_loss(x, y, weight=w, reduction=r), "ab a b", "fiP")
         for r in _LOSSES
-    ],
+    ]
+    + [c(F.multi_margin_loss, "ab a", "fi")],
     **loss("multilabel_soft_margin_loss", "ab ab b", "fzP"),
     **loss("cosine_embedding_loss", "ab ab a", "ffV"),
     "kl_div": [c(partial(F.kl_div, reduction=r), "ab ab", "fz") for r in (*_LOSSES, "batchmean")],
@@ -531,6 +539,13 @@ CALLS |= {
         f"lp_pool{n}d": [
             c(partial(getattr(F, f"lp_pool{n}d"), norm_type=2, kernel_size=2), "ab" + "6" * n, "p")
         ]
+        for n in (1, 2, 3)
+    },
+    **{
+        f"{pool}{n}d_with_indices": [
+            c(partial(getattr(F, f"{pool}{n}d_with_indices"), **{size: 2}), "ab" + "6" * n)
+        ]
+        for pool, size in (("max_pool", "kernel_size"), ("adaptive_max_pool", "output_size"))
         for n in (1, 2, 3)
     },
     "interpolate": [
@@ -603,6 +618,7 @@ CALLS |= {
         c(method("reshape", 4, -1), "4b"),
         c(method("reshape", (4, 2, 6)), "86"),
         c(method("reshape", -1)),
+        c(method("reshape", 2, 0), "0b"),
         c(method("ravel")),
         c(lambda x, y: x.reshape_as(y), "46 83"),
         c(method("reshape", 8, 9), "89"),
@@ -623,6 +639,7 @@ CALLS |= {
         c(method("flatten")),
         c(method("flatten", 1), "cab"),
         c(method("flatten", 0, 1), "cab"),
+        c(torch.flatten, "."),
     ],
     "unflatten": [
         c(method("unflatten", 1, (4, -1)), "ae"),
@@ -791,6 +808,7 @@ CALLS |= {
     "index_fill": [
         c(lambda x, i: x.index_fill(1, i, 2.0), "ab d", "fi"),
         c(lambda x, i, v: x.index_fill(0, i, v), "ab d .", "fif"),
+        c(lambda x, i: x.index_fill(0, i, 2.0), "ab .", "fi"),
     ],
     "index_reduce": [c(lambda x, i, y: x.index_reduce(1, i, y, "amax"), "ab d ad", "fif")],
     "index_put": [

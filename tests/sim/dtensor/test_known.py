@@ -269,3 +269,33 @@ def test_ops_that_are_not_linear_reduce_a_pending_sum_first():
         for _ in range(2):
             assert op(pending).placements == (Partial(),)
             same(op(pending), op(whole))
+
+
+@simulate(2)
+def test_a_pending_sum_known_by_heart():
+    mesh, parts = line(2), ([-1.0, 3, 4], [2.0, -5, -4])
+
+    def pending():
+        return DTensor.from_local(torch.tensor(parts[mesh.get_local_rank()]), mesh, [Partial()])
+
+    def values(x):
+        return [round(value, 5) for value in x.full_tensor().flatten().tolist()]
+
+    for _ in range(2):
+        p = pending()
+        assert values(abs(p)) == [1, 2, 0]
+        assert values(F.relu(p)) == [1, 0, 0]
+        assert values(p.max()) == [1]
+        assert values(p.norm()) == values(torch.linalg.vector_norm(p)) == [2.23607]
+        assert values(p == 0) == [False, False, True]
+        assert values(p.exp()) == [2.71828, 0.13534, 1]
+        assert values(p.softmax(0)) == [0.70538, 0.03512, 0.2595]
+        assert values(p.clamp_(max=0.5)) == [0.5, -2, 0]
+        assert values(p.abs_()) == [0.5, 2, 0] and p.placements == (Partial(),)
+    rows = laid(torch.ones(8, 8), mesh, Shard(0))
+    with pytest.raises(LayoutError, match="a view that was gathered"):
+        torch.nn.init.zeros_(rows[:2])
+    assert rows.sum().item() == 64
+    whole = laid(torch.ones(8, 8), mesh, Replicate())
+    torch.nn.init.zeros_(whole[:2])
+    assert whole.sum().item() == 48

@@ -27,7 +27,7 @@ from hyper_parallel import (
     step_locally,
 )
 from support.device import DTYPE
-from support.dtensors import laid, line, same, seeded
+from support.dtensors import laid, line, parameter, same, seeded
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
@@ -133,7 +133,7 @@ def test_optimizer_steps_equal_one_process(name, variant):
 
 def test_every_optimizer_is_tried():
     every = {n for n, v in vars(optim).items() if inspect.isclass(v) and v is not optim.Optimizer}
-    # SparseAdam takes no dense gradients; LBFGS has a test of its own.
+    # These have tests of their own.
     assert every - {"SparseAdam", "LBFGS"} <= set(OPTIMIZERS)
 
 
@@ -162,6 +162,34 @@ def test_lbfgs_on_one_mesh_equals_one_process_and_refuses_plain_parameters(searc
             mixed.step(lambda: ours(x).backward() or 1.0)
 
     run()
+
+
+def test_lbfgs_on_two_meshes_is_refused_on_every_rank():
+    def run():
+        first, second = (init_device_mesh("cpu", (2,), mesh_dim_names=(n,)) for n in ("dp", "tp"))
+        params = [parameter(seeded(4), mesh, Shard(0)) for mesh in (first, second)]
+        for p in params:
+            p.square().sum().backward()
+        optim.LBFGS(params).step(lambda: 1.0)
+
+    outcomes = simulate(2).outcomes(run)
+    assert all(
+        "'cat': all operands must be on one mesh, but got meshes=" in str(e) for e in outcomes
+    )
+    assert all(isinstance(error, LayoutError) for error in outcomes)
+
+
+@simulate(2)
+def test_sparse_adam_gets_no_sparse_gradients_and_refuses_dense_ones():
+    table = parameter(seeded(6, 4), line(2), Shard(1))
+    ids = laid(torch.tensor([1, 5]), line(2), Replicate())
+    must = "sparse is not supported on DTensors, .* use Adam in place of SparseAdam"
+    with pytest.raises(LayoutError, match=must):
+        F.embedding(ids, table, sparse=True)
+    F.embedding(ids, table).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support dense gradients"):
+        optim.SparseAdam([table]).step()
+    same(table, seeded(6, 4))
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["as it is", "locally"])

@@ -288,7 +288,9 @@ def test_states_that_part_later_are_seen_in_checked_mode():
         return F.dropout(x)
 
     outcomes = simulate(2).outcomes(draw, True)
-    assert all("'dropout': random states must be the same on every rank" in str(e) for e in outcomes)
+    assert all(
+        "'dropout': random states must be the same on every rank" in str(e) for e in outcomes
+    )
     assert all(isinstance(x, DTensor) for x in simulate(2).outcomes(draw, False))
 
 

@@ -6,14 +6,20 @@ The checker is in tests/support/brute.py; wrong rules show that it finds what is
 
 from __future__ import annotations
 
+import ast
+import itertools
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel import rules
 from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.rules import names
 from support.brute import check, noted
@@ -26,6 +32,35 @@ def test_every_rule_is_called() -> None:
     assert set(CALLS) | set(RANDOM_CALLS) == OWN
     # At least one call of each is compared.
     assert not [name for name, cases in CALLS.items() if not any(map(noted, cases))]
+
+
+def returns(path: Path) -> set[tuple[str, int]]:
+    """List the lines of a file on which a function gives something."""
+    found = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Return))
+    return {(str(path), node.lineno) for node in found}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_rule_that_a_function_may_give_is_given_in_a_call() -> None:
+    families = {str(p) for p in Path(rules.__file__).parent.glob("*.py")}
+    families -= {p for p in families if p.endswith(("__init__.py", "call.py"))}
+    seen = set()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename not in families:
+            return None
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for case in itertools.chain(*CALLS.values(), (call for call, _ in RANDOM_CALLS.values())):
+            noted(case)
+    finally:
+        sys.settrace(before)
+    missing = set().union(*(returns(Path(path)) for path in families)) - seen
+    assert not sorted(missing)
 
 
 @pytest.mark.parametrize("count", [2, 4])
