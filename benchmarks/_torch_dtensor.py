@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of _op_cases.py on torch's own DTensor, all ranks in this process (LocalTensorMode)."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,10 +18,8 @@ __all__ = ["judge"]
 def judge(case: Case) -> tuple[str, str]:
     """Run a case: "exact", "refused" with torch's error, or "wrong" with the difference."""
     ranks = range(case.num_ranks)
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=len(ranks))
-    with LocalTensorMode(frozenset(ranks)):
-        mesh = init_device_mesh("cpu", (len(ranks),))
+    mode, mesh = _ranks(case.num_ranks)
+    with mode:
         sample = case.sample
         try:
             tensors = [_place(t, at, mesh) for t, at in zip(sample.tensors, case.way, strict=True)]
@@ -35,6 +34,15 @@ def judge(case: Case) -> tuple[str, str]:
         if note:
             return "wrong", f"rank {rank}: {note}"
     return "exact", ""
+
+
+@lru_cache
+def _ranks(count: int) -> tuple[Any, Any]:
+    """Simulate ranks with a mesh of one axis, once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    mode = LocalTensorMode(frozenset(range(count)))
+    with mode:
+        return mode, init_device_mesh("cpu", (count,))
 
 
 def _place(tensor: torch.Tensor, at: int | str | None, mesh: Any) -> DTensor:

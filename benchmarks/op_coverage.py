@@ -139,6 +139,7 @@ def run_op(
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ops", help="names from the op database, with commas between")
+    parser.add_argument("--part", default="1/1", help="I/N: every N-th op, from the I-th on")
     parser.add_argument("--samples", type=int, default=4, help="samples of each op (4)")
     parser.add_argument("--ways", type=int, default=8, help="layouts of each sample (8)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the mesh (2)")
@@ -154,7 +155,8 @@ def main() -> None:
     options = _arguments()
     torch.set_num_threads(1)
     rows = []
-    for info in infos(options.ops):
+    part, parts = map(int, options.part.split("/"))
+    for info in infos(options.ops)[part - 1 :: parts]:
         row = run_op(
             info,
             options.samples,
