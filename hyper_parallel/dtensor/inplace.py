@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """In-place ops on DTensors, and `out=`.
 
-The target's layout is fixed, so the other operands of an element-wise op come to it. Any other op
-runs as the op that is not in-place, and what it gives is copied into the target. An op that would
-change the target's shape or layout, or lose a write to a view, is refused.
+The target's layout is fixed, so the other operands of an element-wise op come to it; on a result of
+an op it is recorded, as autograd does for plain tensors. Any other op runs as the op that is not
+in-place, and what it gives is copied into the target. An op that would change the target's shape or
+layout, or lose a write to a view, is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor import setitem
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
+from hyper_parallel.dtensor.local_op import graph_part, redistributed
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.parameters import ALIASES
 from hyper_parallel.dtensor.random import FILLS, fill
@@ -77,22 +80,25 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
         _refuse_target(cls, where, one)
     base = _OPERATORS.get(name, name.rstrip("_"))
     operands = (*others, *named.values())
-    if getattr(func, "__module__", "") != "torch.nn.init":  # which turns gradients off itself
-        refuse_gradient(where, [target, *operands])
+    is_recorded = "out" not in kwargs and _is_recordable(cls, base, target)
+    if not is_recorded and getattr(func, "__module__", "") != "torch.nn.init":
+        refuse_gradient(where, [target, *operands])  # torch.nn.init turns gradients off itself
     if base in FILLS and kwargs.get("out") is None:
         fill(func, target, others, named)
         return target
     if name == "__setitem__":
         return setitem.run(cls, target, *others)
-    if not is_pointwise(base) or not _runs_on_parts(cls, base, target, operands):
+    if not (is_recorded or (is_pointwise(base) and _runs_on_parts(cls, base, target, operands))):
         return _by_way_of_result(cls, func, name, args, kwargs)
-    if target._layout.mesh.get_coordinate() is None:
+    if not is_recorded and target._layout.mesh.get_coordinate() is None:
         return target
-    is_copy = base == "copy"
-    local_others = [_operand(cls, where, target, value, is_copy) for value in others]
-    local_named = {k: _operand(cls, where, target, v, is_copy) for k, v in named.items()}
+    part = partial(_operand, cls, where, target, base == "copy", is_recorded)
+    local_others, local_named = map(part, others), {k: part(v) for k, v in named.items()}
     if "out" in kwargs:
         func(*local_others, **local_named, out=target._local)
+    elif is_recorded:  # torch tells aliases and views, and finds what was saved for backward
+        func(target._graph, *local_others, **local_named)
+        target._parts, target._is_ready = None, False
     else:
         func(target._local, *local_others, **local_named)
     return target
@@ -121,6 +127,20 @@ def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, 
     )
 
 
+def _is_recordable(cls: type[Any], base: str, target: Any) -> bool:
+    """Tell whether autograd can know of the change: that of the plain result of an op.
+
+    See [Note: above autograd].
+    """
+    return (
+        torch.is_grad_enabled()
+        and isinstance(target, cls)
+        and target._graph is not None  # type: ignore[attr-defined]
+        and is_pointwise(base)
+        and not target._layout.has_partial  # type: ignore[attr-defined]
+    )
+
+
 def _by_way_of_result(
     cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -129,8 +149,10 @@ def _by_way_of_result(
     base = _OPERATORS.get(name, name.rstrip("_"))
     plain = func if kwargs.get("out") is not None else getattr(torch.Tensor, base, None)
     on_meta(func, args, kwargs)  # refuses what torch refuses, such as a wrong dtype
-    if base == "copy":
-        result: Any = others[0].expand(target.shape)
+    if named.pop("inplace", False):
+        result: Any = func(target, *others, **named)
+    elif base == "copy":
+        result = others[0].expand(target.shape)
     elif base == "fill":
         result = torch.fill(target, *others, **named)
     elif plain is None or base in _RESHAPING:
@@ -214,7 +236,8 @@ def refuse_gradient(where: str, values: Sequence[Any]) -> None:
             describe(
                 where,
                 "an in-place op or a list op on DTensors must not need a gradient",
-                "Use the op that is neither, or torch.no_grad()",
+                "Use the op that is neither, or torch.no_grad(). Recorded are element-wise in-place"
+                " ops on results of ops",
             )
         )
 
@@ -229,13 +252,20 @@ def _allowed_on_pending(cls: type[Any], base: str, target: Any, others: tuple[An
     return base in _ADDING and len(same) == len(others) == 1
 
 
-def _operand(cls: type[Any], where: str, target: Any, value: Any, is_copy: bool) -> Any:
+def _operand(
+    cls: type[Any], where: str, target: Any, is_copy: bool, is_recorded: bool, value: Any
+) -> Any:
     """Bring one operand to the target's layout."""
     if not isinstance(value, torch.Tensor):
         return value
     layout: Layout = target._layout
     if isinstance(value, cls):
         own: Layout = value._layout  # type: ignore[attr-defined]
+        if is_recorded and (value.requires_grad or (value.ndim and own.shape != layout.shape)):
+            _refuse_other_mesh(where, layout, own)
+            value = value if own.shape == layout.shape else value.expand(layout.shape)
+            here = value._layout == layout  # type: ignore[attr-defined]
+            return graph_part(value if here else redistributed(value, layout))
         if own == layout:
             return value._local  # type: ignore[attr-defined]
         _refuse_other_mesh(where, layout, own)
@@ -244,10 +274,11 @@ def _operand(cls: type[Any], where: str, target: Any, value: Any, is_copy: bool)
             layout = own.replicated
         if layout.shape == own.shape:
             return move(value._local, own, layout)  # type: ignore[attr-defined]
-    elif value.ndim == 0:
+    elif value.ndim == 0 and not (is_recorded and value.requires_grad):
         return value
-    elif counts_as_replicated(cls, value):
-        return _operand(cls, where, target, replicated(cls, value, layout.mesh), is_copy)
+    elif value.ndim == 0 or counts_as_replicated(cls, value):
+        lifted = replicated(cls, value, layout.mesh)
+        return _operand(cls, where, target, is_copy, is_recorded, lifted)
     elif is_copy and tuple(value.shape) == layout.shape and not layout.has_partial:
         # A plain full tensor, as load_state_dict copies in: every rank takes its own part.
         return move(value, layout.replicated, layout)

@@ -59,6 +59,8 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("out") is not None:
         return inplace.run(cls, func, func.__name__.partition(".")[0], args, kwargs)
     name = op_name(func)
+    if kwargs.get("inplace") and inplace.is_pointwise(name):
+        return inplace.run(cls, func, name, args, kwargs)
     made = composed(name, func, args, kwargs)
     if made is not NotImplemented:
         return made

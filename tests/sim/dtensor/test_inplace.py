@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, simulate, strict_rules
+from hyper_parallel import DeviceMesh, DTensor, Partial, Replicate, Shard, simulate, strict_rules
 from hyper_parallel.dtensor import lists
 from hyper_parallel.errors import LayoutError, RuleError
 from support.device import DTYPE
@@ -313,6 +314,100 @@ def test_plain_targets_and_gradients_are_refused():
         with pytest.raises(LayoutError, match=r"in-place op or a list op .* must not need a grad"):
             write()
     same(x, seeded(5, 6))
+
+
+RECORDED = {
+    "add": lambda x, y: x.add_(y, alpha=2),
+    "iadd": lambda x, y: x.__iadd__(y),
+    "add to itself": lambda x, y: x.add_(x),
+    "divide by a number": lambda x, y: x.div_(torch.tensor(2.0)),
+    "bias": lambda x, y: x.add_(y[0]),
+    "column": lambda x, y: x.mul_(y[:, :1]),
+    "number that needs a gradient": lambda x, y: x.mul_(y.sum()),
+    "plain number that needs one": lambda x, y: x.mul_(torch.ones((), requires_grad=True)),
+    "masked_fill": lambda x, y: x.masked_fill_(y[:1] > 0, 0.5),
+    "addcmul": lambda x, y: x.addcmul_(y, y, value=0.3),
+    "copy": lambda x, y: x.copy_(y),
+    "zero": lambda x, y: x.zero_(),
+    "relu": lambda x, y: F.relu(x, inplace=True),
+    "silu": lambda x, y: F.silu(x, inplace=True),
+    "leaky_relu": lambda x, y: nn.LeakyReLU(0.2, inplace=True)(x),
+    "twice": lambda x, y: x.neg_().mul_(y),
+    "through a view": lambda x, y: x.t().mul_(3).t(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+@every_cut
+@pytest.mark.parametrize("write", RECORDED.values(), ids=RECORDED)
+def test_element_wise_writes_into_results_are_recorded(write, placement):
+    @simulate(2)
+    def run():
+        mesh = line(2)
+        whole, other = seeded(5, 6).requires_grad_(), seeded(5, 6, seed=1).requires_grad_()
+        losses = []
+        for at in (Shard(0), Shard(1), Replicate()):
+            x = laid(whole, mesh, placement, requires_grad=True)
+            y = laid(other, mesh, at, requires_grad=True)
+            whole.grad = other.grad = None
+            for a, b in ((x, y), (whole, other)):
+                made, before = a * 3, a * 2
+                view, total = made.t(), made.sum(0)
+                assert write(made, b * 1).shape == made.shape
+                loss = (made * made).sum() + view.sin().sum() + (total * before).sum()
+                loss.backward()
+                losses.append(loss)
+            same(*losses[-2:])
+            same(x.grad, whole.grad)
+            assert (y.grad is None) is (other.grad is None)
+            if y.grad is not None:
+                same(y.grad, other.grad)
+
+    run()
+
+
+@simulate(2)
+def test_torch_finds_recorded_writes_into_what_was_saved_and_hooks_see_their_gradient():
+    x = laid(seeded(5, 6), line(2), Shard(0), requires_grad=True)
+    saved = x * 3
+    square = saved * saved
+    saved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+    y, seen = x * 3, []
+    y.register_hook(lambda g: seen.append(g.full_tensor()[0, 0].item()))
+    part = y.to_local()
+    y.mul_(2)
+    y.register_hook(lambda g: seen.append(g.full_tensor()[0, 0].item()))
+    assert torch.equal(part, y.to_local())
+    y.sum().backward()
+    assert seen == [1, 2]  # as of plain tensors
+    moved = x.redistribute(line(2), [Shard(1)])
+    with pytest.raises(LayoutError, match="Recorded are element-wise ops on results of ops"):
+        moved.mul_(2)
+    with pytest.raises(LayoutError, match="inplace is not supported on DTensors"):
+        F.dropout(y, inplace=True)
+
+
+@gathers
+@simulate(3)
+def test_recorded_writes_on_a_rank_outside_the_mesh():
+    mesh = DeviceMesh("cpu", [0, 2])
+    x = laid(seeded(5, 6), mesh, Shard(0), requires_grad=True)
+    y = x * 2
+    y.add_(x).relu_()
+    y.sum().backward()
+    if mesh.get_coordinate() is not None:
+        same(x.grad, 3 * (seeded(5, 6) > 0).to(DTYPE))
+
+
+@simulate(2)
+def test_functions_in_place_without_gradients():
+    for placement in (Shard(1), Partial()):
+        x, whole, _ = made(placement)
+        assert F.elu(x, 0.5, inplace=True) is x
+        same(x, F.elu(whole, 0.5))
+        assert x.placements == (placement,)
 
 
 @simulate(2)
