@@ -18,6 +18,7 @@ from hyper_parallel.dtensor.decisions import Spec, decide, gathered
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call, remember
 from hyper_parallel.dtensor.local_op import needs_grad
+from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.random import agree, given_generator, own_draw
 from hyper_parallel.dtensor.result_shapes import on_meta
@@ -106,8 +107,7 @@ def _run_first(
         is_view=gives_views(name, bound),
     )
     moved = known.moved(tensors)
-    if name in ("batch_norm", "instance_norm"):
-        _refuse_moved_statistics(name, by_name(name, args, kwargs), tensors, moved)
+    updated = _moved_statistics(name, args, kwargs, tensors, moved)
     if tensors[0]._layout.mesh.get_coordinate() is None:
         return outside(cls, known, partial(_call_on_meta, known, func, args, kwargs), moved)
     around: AbstractContextManager[Any] = nullcontext()
@@ -117,7 +117,9 @@ def _run_first(
         around = _Watch(name, tensors, moved)
     with around:
         result = known.run(cls, func, args, kwargs, moved, needs_grad(moved))
-    if has_rule and not spec.random and raw is not None:
+    for was, now in updated:
+        was._local.copy_(move(now._local, now._layout, was._layout))
+    if has_rule and not spec.random and raw is not None and not updated:
         remember(raw, known)
     return result
 
@@ -222,6 +224,24 @@ class _Watch(TorchDispatchMode):
             )
 
 
+def _moved_statistics(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Any],
+    moved: Sequence[Any],
+) -> list[tuple[Any, Any]]:
+    """List running statistics that are updated elsewhere than they lie, as they were and are."""
+    if name not in ("batch_norm", "instance_norm"):
+        return []
+    given = by_name(name, args, kwargs)
+    statistics = [given.get("running_mean"), given.get("running_var")]
+    if not given.get("training", given.get("use_input_stats", name == "instance_norm")):
+        return []
+    pairs = zip(tensors, moved, strict=True)
+    return [(t, now) for t, now in pairs if now is not t and any(t is one for one in statistics)]
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -236,24 +256,6 @@ def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
                     f"{option} is not supported on DTensors",
                     f"Leave {option} out{instead}",
                     **{option: kwargs[option]},
-                )
-            )
-
-
-def _refuse_moved_statistics(
-    name: str, given: dict[str, Any], tensors: Sequence[Any], moved: Sequence[Any]
-) -> None:
-    """Refuse to update running statistics that lie elsewhere than the op needs them."""
-    statistics = [given.get("running_mean"), given.get("running_var")]
-    updates = given.get("training", given.get("use_input_stats", name == "instance_norm"))
-    for was, now in zip(tensors, moved, strict=True):
-        if updates and now is not was and any(was is one for one in statistics):
-            raise LayoutError(
-                describe(
-                    f"DTensor op {name!r}",
-                    f"running statistics must be {now._layout.placements} to be updated",
-                    "Redistribute them, or leave them out",
-                    layout=was._layout,
                 )
             )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from hyper_parallel import (
     DTensor,
     LayoutError,
+    Partial,
     PlanError,
     Replicate,
     Shard,
@@ -60,24 +63,25 @@ def test_an_overload_of_an_in_place_op_is_in_place():
     assert x.full_tensor().tolist() == [0, 3, 6, 9]
 
 
+@pytest.mark.parametrize("norm", ["batch_norm", "instance_norm"])
 @simulate(2)
-def test_running_statistics_are_not_lost():
-    mesh = line(2)
-    whole = torch.arange(24.0).reshape(6, 4) ** 0.5
-    means, variances = torch.arange(4.0), torch.arange(4.0)
-    expected = F.batch_norm(whole, means, variances, training=True)
-    x = distribute_tensor(whole, mesh, [Shard(1)])
-    mean, variance = four(mesh), four(mesh)
-    got = F.batch_norm(x, mean, variance, training=True)
-    torch.testing.assert_close(got.full_tensor(), expected)
-    torch.testing.assert_close(mean.full_tensor(), means)
-    torch.testing.assert_close(variance.full_tensor(), variances)
-    lost = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
-    must = "'batch_norm': running statistics must be .S.0.,. to be updated, but got layout="
-    with pytest.raises(LayoutError, match=must):
-        F.batch_norm(x, lost, variance, training=True)
-    with pytest.raises(LayoutError, match="'instance_norm': running statistics must be"):
-        F.instance_norm(x.unsqueeze(-1).expand(6, 4, 2), lost, variance)
+def test_running_statistics_are_updated_wherever_they_lie(norm):
+    mesh, shape = line(2), (6, 4) if norm == "batch_norm" else (6, 4, 2)
+    whole = torch.arange(24.0 * (len(shape) - 1)).view(shape) ** 0.5
+    option = {"training" if norm == "batch_norm" else "use_input_stats": True}
+    run = partial(getattr(F, norm), **option)
+    for at, lies in itertools.product(
+        (Shard(0), Shard(1), Replicate()), (Shard(0), Replicate(), Partial())
+    ):
+        means, variances = torch.arange(4.0), torch.arange(4.0)
+        x = distribute_tensor(whole, mesh, [at])
+        mean, variance = (distribute_tensor(means, mesh, [lies]) for _ in range(2))
+        for _ in range(2):
+            expected = run(whole, means, variances)
+            torch.testing.assert_close(run(x, mean, variance).full_tensor(), expected)
+        torch.testing.assert_close(mean.full_tensor(), means)
+        torch.testing.assert_close(variance.full_tensor(), variances)
+        assert mean.placements == (lies,)
 
 
 @pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.narrow(1, 0, 2), lambda x: x[:, :2]])
