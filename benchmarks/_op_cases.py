@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = ["Case", "Sample", "cases_of", "compare", "contribution", "differs", "infos"]
@@ -131,6 +132,18 @@ def samples_of(info: Any, limit: int, in_place: bool) -> Iterator[Sample]:
             yield sample
 
 
+class _Draws(TorchDispatchMode):
+    """Tell whether random numbers are drawn: those on shards are not those of one process."""
+
+    seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 def _sample(op: Any, given: Any, name: str, in_place: bool) -> Sample | None:
     leaves, tree = tree_flatten(((given.input, *given.args), given.kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -148,7 +161,9 @@ def _sample(op: Any, given: Any, name: str, in_place: bool) -> Sample | None:
             torch.manual_seed(1)
             again = sample.call([t.detach().clone() for t in sample.tensors])
             torch.manual_seed(0)
-            sample.results = sample.call(plain)
+            with _Draws() as draws:
+                sample.results = sample.call(plain)
+            sample.only_shapes |= draws.seen
             sample.only_shapes |= any(
                 bool(compare(a, b)) for a, b in zip(again, sample.results, strict=True)
             )
@@ -232,10 +247,10 @@ def differs(sample: Sample, results: list[Any], grads: list[Any]) -> str:
         return f"{len(grads)} gradients, not {len(sample.grads)}"
     for i, (found, expected) in enumerate(zip(grads, sample.grads, strict=True)):
         if expected is None:  # torch knows that nothing reaches it; zeros say the same
-            is_nothing = found is None or not found.count_nonzero()
+            is_nothing = found is None or sample.only_shapes or not found.count_nonzero()
             note = "" if is_nothing else "a gradient came where none should"
         else:
-            note = compare(found, expected)
+            note = compare(found, expected, only_shapes=sample.only_shapes)
         if note:
             return f"gradient {i}: {note}"
     return ""
