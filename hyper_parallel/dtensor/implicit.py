@@ -13,8 +13,9 @@ import torch
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor.moves import FromLocal
 from hyper_parallel.dtensor.read import is_torch_dtensor
+from hyper_parallel.errors import LayoutError, describe
 
-__all__ = ["counts_as_replicated", "implicit_replication", "replicated"]
+__all__ = ["counts_as_replicated", "implicit_replication", "plain_operand", "replicated"]
 
 _state = threading.local()
 
@@ -65,3 +66,17 @@ def replicated(cls: type[Any], value: torch.Tensor, mesh: Any) -> Any:
     """Make a replicated DTensor of a plain tensor, which gets the whole gradient."""
     layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(value.shape))
     return FromLocal.apply(cls, value, layout, None)
+
+
+def plain_operand(where: str, **found: Any) -> LayoutError:
+    """Give the error of a plain tensor among DTensors."""
+    return LayoutError(
+        describe(
+            where,
+            "every tensor operand must be a DTensor",
+            "Say where the plain tensor is with DTensor.from_local or distribute_tensor, take the"
+            " DTensor's part with to_local(), or, if every rank has the same, work inside"
+            " `with implicit_replication():`",
+            **found,
+        )
+    )

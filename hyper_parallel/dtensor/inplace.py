@@ -17,11 +17,12 @@ import torch
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor import setitem
-from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
+from hyper_parallel.dtensor.implicit import counts_as_replicated, plain_operand, replicated
 from hyper_parallel.dtensor.local_op import graph_part, redistributed
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.parameters import ALIASES
 from hyper_parallel.dtensor.random import FILLS, fill
+from hyper_parallel.dtensor.read import refuse_other_meshes
 from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.rules.pointwise import ELEMENTWISE
@@ -262,13 +263,13 @@ def _operand(
     if isinstance(value, cls):
         own: Layout = value._layout  # type: ignore[attr-defined]
         if is_recorded and (value.requires_grad or (value.ndim and own.shape != layout.shape)):
-            _refuse_other_mesh(where, layout, own)
+            refuse_other_meshes(where, (layout.mesh, own.mesh))
             value = value if own.shape == layout.shape else value.expand(layout.shape)
             here = value._layout == layout  # type: ignore[attr-defined]
             return graph_part(value if here else redistributed(value, layout))
         if own == layout:
             return value._local  # type: ignore[attr-defined]
-        _refuse_other_mesh(where, layout, own)
+        refuse_other_meshes(where, (layout.mesh, own.mesh))
         if value.ndim == 0 or (layout.is_replicated and value.shape != target.shape):
             # Broadcast: every rank needs the whole of it.
             layout = own.replicated
@@ -283,16 +284,7 @@ def _operand(
         # A plain full tensor, as load_state_dict copies in: every rank takes its own part.
         return move(value, layout.replicated, layout)
     elif not is_copy:
-        raise LayoutError(
-            describe(
-                where,
-                "every tensor operand must be a DTensor",
-                "Say where the plain tensor is with DTensor.from_local or distribute_tensor, work"
-                " on to_local(), or, if every rank has the same, inside"
-                " `with implicit_replication():`",
-                shape=tuple(value.shape),
-            )
-        )
+        raise plain_operand(where, shape=tuple(value.shape))
     raise LayoutError(
         describe(
             where,
@@ -302,15 +294,3 @@ def _operand(
             operand=type(value).__name__,
         )
     )
-
-
-def _refuse_other_mesh(where: str, target: Layout, other: Layout) -> None:
-    if other.mesh != target.mesh:
-        raise LayoutError(
-            describe(
-                where,
-                "all operands must be on one mesh",
-                "Redistribute them to one mesh",
-                meshes=[target.mesh, other.mesh],
-            )
-        )

@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hyper_parallel.dtensor import inplace
 from hyper_parallel.dtensor.composed import composed
 from hyper_parallel.dtensor.decisions import Spec, decide, gathered
-from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
+from hyper_parallel.dtensor.implicit import counts_as_replicated, plain_operand, replicated
 from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call, remember
 from hyper_parallel.dtensor.local_op import needs_grad
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.random import agree, given_generator, own_draw
+from hyper_parallel.dtensor.read import refuse_other_meshes
 from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.dtensor.signatures import bind_call, by_name, op_name
 from hyper_parallel.dtensor.views import gives_views, memory_of
@@ -87,7 +88,7 @@ def _run_first(
     _refuse_plain(cls, name, flat)
     if kwargs:
         _refuse_options(name, kwargs)
-    _one_mesh(name, tensors)
+    refuse_other_meshes(f"DTensor op {name!r}", [t._layout.mesh for t in tensors])
     bound = bind_call(name, func, args, kwargs)
     order = _order(tensors, [t for t in bound.operands if isinstance(t, cls)])
     spec = None
@@ -263,27 +264,4 @@ def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
 def _refuse_plain(cls: type[Any], name: str, flat: list[Any]) -> None:
     for i, leaf in enumerate(flat):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim:
-            raise LayoutError(
-                describe(
-                    f"DTensor op {name!r}",
-                    "every tensor operand must be a DTensor",
-                    "Say where the plain tensor is with DTensor.from_local or distribute_tensor,"
-                    " take the DTensor's part with to_local(), or, if every rank has the same,"
-                    " work inside `with implicit_replication():`",
-                    argument=i,
-                    shape=tuple(leaf.shape),
-                )
-            )
-
-
-def _one_mesh(name: str, tensors: Sequence[Any]) -> None:
-    mesh = tensors[0]._layout.mesh
-    if any(t._layout.mesh != mesh for t in tensors):
-        raise LayoutError(
-            describe(
-                f"DTensor op {name!r}",
-                "all operands must be on one mesh",
-                "Redistribute them to one mesh",
-                meshes=[t._layout.mesh for t in tensors],
-            )
-        )
+            raise plain_operand(f"DTensor op {name!r}", argument=i, shape=tuple(leaf.shape))

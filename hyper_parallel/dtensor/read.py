@@ -23,6 +23,7 @@ __all__ = [
     "read_placement",
     "read_placements",
     "refuse_casts",
+    "refuse_other_meshes",
     "refuse_other_tensors",
     "refuse_pending",
     "refuse_slices",
@@ -241,3 +242,14 @@ def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], 
         p.is_partial("avg") for p in placements
     ):
         raise integer_average(where, dtype)
+
+
+def refuse_other_meshes(where: str, meshes: Sequence[Any]) -> None:
+    """Refuse operands that are on several meshes.
+
+    Raises:
+        LayoutError: the meshes are not equal.
+    """
+    if any(mesh != meshes[0] for mesh in meshes):
+        must = "all operands must be on one mesh"
+        raise LayoutError(describe(where, must, "Redistribute them to one mesh", meshes=[*meshes]))

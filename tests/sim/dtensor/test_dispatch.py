@@ -240,7 +240,7 @@ def test_options_that_write_or_give_sparse_gradients_are_refused():
     x, _ = made()
     ids = laid(torch.tensor([0, 1]), line(2), Replicate())
     with pytest.raises(LayoutError, match="inplace is not supported on DTensors, but got inplace="):
-        nn.ReLU(inplace=True)(x)
+        nn.Dropout(inplace=True)(x)
     with pytest.raises(LayoutError, match="max_norm is not supported"):
         F.embedding(ids, x, max_norm=1.0)
     with pytest.raises(LayoutError, match="sparse is not supported"):
