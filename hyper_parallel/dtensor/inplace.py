@@ -24,6 +24,7 @@ from hyper_parallel.dtensor.parameters import ALIASES
 from hyper_parallel.dtensor.random import FILLS, fill
 from hyper_parallel.dtensor.read import refuse_other_meshes
 from hyper_parallel.dtensor.result_shapes import on_meta
+from hyper_parallel.dtensor.wrapping import is_tied
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.rules.pointwise import ELEMENTWISE
 
@@ -139,6 +140,7 @@ def _is_recordable(cls: type[Any], base: str, target: Any) -> bool:
         and target._graph is not None  # type: ignore[attr-defined]
         and is_pointwise(base)
         and not target._layout.has_partial  # type: ignore[attr-defined]
+        and not is_tied(target._graph)  # type: ignore[attr-defined]
     )
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.decisions import Spec
 
-__all__ = ["wrap", "wrap_results"]
+__all__ = ["is_tied", "wrap", "wrap_results"]
 
 _Plain = torch.Tensor
 _make_subclass = torch.Tensor._make_subclass
@@ -83,6 +83,11 @@ def _tied(out: Any, parts: Sequence[torch.Tensor]) -> Any:
     The moves of their gradients need every rank.
     """
     return _Tied.apply(out, *parts) if isinstance(out, _Plain) and out.requires_grad else out
+
+
+def is_tied(out: torch.Tensor) -> bool:
+    """Tell whether a result depends on operands by way of a view, which must not be written to."""
+    return isinstance(out.grad_fn, _Tied._backward_cls)  # type: ignore[attr-defined]
 
 
 class _Tied(torch.autograd.Function):

@@ -385,6 +385,9 @@ def test_torch_finds_recorded_writes_into_what_was_saved_and_hooks_see_their_gra
     moved = x.redistribute(line(2), [Shard(1)])
     with pytest.raises(LayoutError, match="Recorded are element-wise ops on results of ops"):
         moved.mul_(2)
+    empty_on_some = laid(seeded(1, 6), line(2), Shard(0), requires_grad=True) * 2
+    with pytest.raises(LayoutError, match="must not need a gradient"):
+        empty_on_some.mul_(2)
     with pytest.raises(LayoutError, match="inplace is not supported on DTensors"):
         F.dropout(y, inplace=True)
 
