@@ -66,7 +66,10 @@ class Spec:
 
 @contextmanager
 def strict_rules() -> Iterator[None]:
-    """Within the block an op without a rule is an error, instead of a gather with a warning."""
+    """Within the block an op without a rule is an error, instead of a gather with a warning.
+
+    What reads values out (item, tolist, equal, printing) gathers all the same.
+    """
     before = getattr(_strict, "on", False)
     _strict.on = True
     try:
@@ -287,7 +290,8 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
     """
     fix = f"register_op_rule({name!r}, '... -> ...')"
     is_moved = any(not t._layout.is_replicated for t in tensors)
-    if (name in _DATA_DEPENDENT and is_moved) or getattr(_strict, "on", False):
+    is_strict = getattr(_strict, "on", False) and name not in _READS
+    if is_strict or (name in _DATA_DEPENDENT and is_moved):
         raise RuleError(
             describe(
                 f"DTensor op {name!r}",

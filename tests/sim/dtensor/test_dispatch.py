@@ -201,6 +201,8 @@ def test_strict_rules_makes_a_gather_an_error_and_ends_with_the_block():
     with refused, strict_rules():
         with strict_rules():
             same(x + 1, whole + 1)
+            assert torch.equal(x, x) and f"{x.sum():.3f}" == f"{whole.sum():.3f}"
+            assert x.sum().item() == pytest.approx(whole.sum().item())
         torch.linalg.vander(x)
     assert not getattr(decisions._strict, "on", False)
 
