@@ -383,7 +383,7 @@ def test_torch_finds_recorded_writes_into_what_was_saved_and_hooks_see_their_gra
     y.sum().backward()
     assert seen == [1, 2]  # as of plain tensors
     moved = x.redistribute(line(2), [Shard(1)])
-    with pytest.raises(LayoutError, match="Recorded are element-wise ops on results of ops"):
+    with pytest.raises(LayoutError, match="element-wise in-place ops on results of ops"):
         moved.mul_(2)
     empty_on_some = laid(seeded(1, 6), line(2), Shard(0), requires_grad=True) * 2
     with pytest.raises(LayoutError, match="must not need a gradient"):
