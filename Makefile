@@ -3,6 +3,7 @@
 #   make demo            train a small model on two processes
 #   make test            run the tests; PYTEST_ARGS="-k mesh" narrows them, "-m nightly" runs the long ones
 #   make check           lint, types and architecture: what takes seconds
+#   make npu-contract    compare what we use of torch_npu with its wheel, which is not installed
 #   make bench           measure the cost on the host; BENCH names another script of benchmarks/
 #
 #   make test TORCH=2.11.0                                        another torch, in its own environment
@@ -14,6 +15,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH ?= host_overhead
+NPU_WHEEL ?=
 BENCH_ARGS ?=
 
 PINNED_TORCH := 2.13.0
@@ -28,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types architecture check format bench clean distclean
+.PHONY: help venv demo test lint types architecture check format npu-contract bench clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^Several/p' | sed '$$d'
@@ -72,6 +74,12 @@ check: lint types architecture
 format: $(INSTALLED_DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+npu-contract: $(INSTALLED)
+	test -n "$(NPU_WHEEL)" || $(BIN)/python -m pip --disable-pip-version-check download --quiet \
+		--no-deps --dest build/torch_npu 'torch_npu==$(TORCH)'
+	NPU_WHEEL="$(or $(NPU_WHEEL),$$(ls build/torch_npu/torch_npu-$(TORCH)-*.whl))" \
+		$(BIN)/pytest tests/architecture/test_torch_npu.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/$(BENCH).py $(BENCH_ARGS)

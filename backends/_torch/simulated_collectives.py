@@ -21,6 +21,7 @@ from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, name_of
 from hyper_parallel.backends._torch.refusals import (
     wrong_pieces,
     wrong_rows,
+    wrong_sizes,
     wrong_tensor,
 )
 from hyper_parallel.errors import BackendError, describe
@@ -46,8 +47,9 @@ _DTYPES = (*FLOATS, *INTS, torch.int16, *COMPLEX, torch.bool)
 
 
 def _exists(op: str, dtype: torch.dtype) -> bool:
-    averages = op != "avg" or dtype.is_floating_point or dtype.is_complex
-    return averages and not (dtype.is_complex and op in ("max", "min"))
+    if dtype.is_complex:
+        return op in ("sum", "avg")
+    return op != "avg" or dtype.is_floating_point
 
 
 # What torch adds, on every device: (op, dtype by name).
@@ -252,14 +254,7 @@ class SimulatedCommunicator:
     ) -> None:
         whole = total is None or sum(summed) == total
         if len(sizes) != self.size or min(sizes) < 0 or not whole:
-            _refuse(
-                name,
-                f"there must be one size for each of the {self.size} ranks, adding up to x",
-                "Give dim 0 that many entries",
-                sizes=tuple(sizes),
-                rank=self.rank,
-                x_rows=total,
-            )
+            raise wrong_sizes(name, sizes, self.size, rank=self.rank, rows=total)
 
     def _check_src(self, name: str, src: int) -> None:
         if not 0 <= src < self.size:
