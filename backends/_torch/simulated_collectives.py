@@ -47,9 +47,8 @@ _DTYPES = (*FLOATS, *INTS, torch.int16, *COMPLEX, torch.bool)
 
 
 def _exists(op: str, dtype: torch.dtype) -> bool:
-    if dtype.is_complex:
-        return op in ("sum", "avg")
-    return op != "avg" or dtype.is_floating_point
+    averages = op != "avg" or dtype.is_floating_point or dtype.is_complex
+    return averages and not (dtype.is_complex and op in ("max", "min"))
 
 
 # What torch adds, on every device: (op, dtype by name).

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device names: generic code asks a backend what it can do, and never which one it is.
 
-No string, identifier or comment of a generic room names a device, a vendor or its library; a
-docstring may, as an example. What must is in ALLOWED, with its reason. The tools, the command line
+No string, identifier or comment of a generic room names a device, a vendor or its library, in a
+name like is_cuda or CudaBackend either; a docstring may, as an example. What must is in ALLOWED,
+with its reason. The tools, the command line
 and the conformance suite are for people, who want to see the names.
 """
 
@@ -16,8 +17,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = "cuda npu nccl hccl gloo ascend nvidia cann rocm hip xpu mps tpu xla".split()
-NAME = re.compile(rf"(?<![a-z0-9])(?:{'|'.join(WORDS)})(?![a-z0-9])", re.IGNORECASE)
+WORDS = "cpu cuda npu nccl hccl gloo ascend nvidia cann rocm hip xpu mps tpu xla".split()
+CAMEL = "|".join(word.capitalize() for word in WORDS)
+NAME = re.compile(
+    rf"(?<![a-z0-9])(?:{'|'.join(WORDS)})(?![a-z0-9])|(?-i:(?:{CAMEL})(?=[A-Z]))", re.IGNORECASE
+)
 FREE = ("tools", "conformance", "cli", "__main__")
 HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # tokenize gives the text of an f-string in parts from Python 3.12 on.
@@ -25,11 +29,16 @@ TEXTS = {tokenize.NAME, tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FS
 
 # File -> what it may name, and why.
 ALLOWED = {
-    "runtime/registry.py": (r"cuda|npu", "the one table of device types; backends named as text"),
+    "runtime/registry.py": (
+        r"cpu|cuda|npu|CpuBackend|CudaBackend|NpuBackend",
+        "the one table of device types; backends named as text",
+    ),
     "runtime/calls.py": (r"torch_npu", "a line of that package is not the user's line"),
     "rules/__init__.py": (r"npu", "the module of the next line"),
     "rules/npu.py": (r"npu_\w+", "rules are found by the names of ops, a vendor's too"),
     "dtensor/parameters.py": (r"npu_\w+", "the parameters of those ops"),
+    "dtensor/declare.py": (r"cpu", "the method of a tensor: a copy that the host can read"),
+    "dtensor/decisions.py": (r"cpu", "the same method, among those that read values"),
     "dtensor/local_forms.py": (r"_?npu_\w+", "one of those ops counts the heads of its tensor"),
 }
 
@@ -88,6 +97,8 @@ def test_names_that_are_allowed_are_there():
         "def npu_sum(): ...",
         "f(gloo=1)",
         "x = 1  # as NCCL does",
+        "y = MyCudaThing()",
+        "def on_cpu(): ...",
     ],
 )
 def test_names_refuses(tmp_path, text):

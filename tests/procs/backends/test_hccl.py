@@ -14,6 +14,7 @@ from hyper_parallel.core import Partial, Replicate, Shard
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.runtime import DeviceMesh, init_device_mesh
 from support.device import DEVICE, on_simulated_npu
+from support.procs import run_processes
 
 pytestmark = on_simulated_npu
 
@@ -97,6 +98,10 @@ def test_a_result_is_there_only_after_the_wait(procs2: Any) -> None:
     assert procs2.run(unwaited) == [[1.0, 1.0, 2.0, 2.0]] * 2
 
 
+# What the library itself says, before HCCL is asked.
+OURS = ("the npu backend must be able to reduce",)
+
+
 def moves_of_every_dtype() -> list[str]:
     """Move every dtype between layouts; give those that HCCL, not the library, refused."""
     mesh = init_device_mesh("npu", (2,))
@@ -114,7 +119,7 @@ def moves_of_every_dtype() -> list[str]:
                 try:
                     distribute_tensor(whole, mesh, [src]).redistribute(mesh, [dst])
                 except HyperParallelError as error:
-                    if "every rank of the group must take part" in str(error):
+                    if not any(text in str(error) for text in OURS):
                         bad.append(f"{dtype} {src} {dst}: {error}")
                 except NotImplementedError:
                     pass  # torch has no kernel that fills this dtype
@@ -136,7 +141,6 @@ def communicators() -> tuple[list[tuple[int, ...]], list[bool]]:
                 mesh.communicator(axis).all_reduce(torch.ones(2))
         return mesh.get_all_groups()
 
-    before = len(torch_npu._hccl.made)
     wrapped = init_device_mesh("npu", (1,)).backend.wrap_mesh(
         torch_mesh("npu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     )
@@ -151,11 +155,11 @@ def communicators() -> tuple[list[tuple[int, ...]], list[bool]]:
         again[:2] == [first, second],
         whole == flat == [dist.group.WORLD],
     ]
-    return torch_npu._hccl.made[before:], equal
+    return torch_npu._hccl.made, equal
 
 
-def test_one_communicator_for_one_set_of_ranks_first_used_in_one_order(procs4: Any) -> None:
-    results = procs4.run(communicators)
+def test_one_communicator_for_one_set_of_ranks_first_used_in_one_order() -> None:
+    results = run_processes(communicators, 4)
     for rank, (made, equal) in enumerate(results):
         assert equal == [True] * 3
         assert len(set(made)) == len(made), made

@@ -194,6 +194,12 @@ def _to_copy(
         return to_npu(copy) if target.type == "npu" else copy
 
 
+def _may_change_sides(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let `x.data` become a tensor of the other side: a module that moves keeps its parameters."""
+    sides = {"cpu", "npu"}
+    return x.device.type in sides and other.device.type in sides
+
+
 def _autocast(name: str) -> Any:
     """Make a kernel that casts floats first, then runs the op without autocast."""
     op = getattr(torch.ops.aten, name).default
@@ -269,6 +275,7 @@ def register(module: Any) -> None:
     kernels.impl("_to_copy", _to_copy, "PrivateUse1")
     kernels.impl("copy_", _copy_, "PrivateUse1")
     kernels.impl("resize_", _resize_, "PrivateUse1")
+    kernels.impl("_has_compatible_shallow_copy_type", _may_change_sides, "PrivateUse1")
     for name in _AUTOCAST:
         kernels.impl(name, _autocast(name), "AutocastPrivateUse1")
     _libraries.extend((fallbacks, kernels))
