@@ -5,7 +5,8 @@
 
 Each variant runs forward and backward in a process of its own, on torch's fake process group (which
 sends nothing), and reports how far the peak of the memory (on the CPU the process's, elsewhere what
-torch allocated) rose above what inputs, parameters and their gradients take. Bytes are those of the tensors that collectives fill on the rank.
+torch allocated) rose above what inputs, parameters and their gradients take. Bytes are those of the
+tensors that collectives fill on the rank.
 """
 
 import argparse

@@ -5,9 +5,7 @@ import importlib.util
 
 import pytest
 
-from support.demo import run_demo, verdict
-
-SMALL = ("--steps", "6", "--model-dim", "64", "--plot", "")
+from support.demo import SMALL, run_demo, run_demo_once, verdict
 
 
 @pytest.mark.parametrize(
@@ -20,8 +18,8 @@ SMALL = ("--steps", "6", "--model-dim", "64", "--plot", "")
     ],
     ids=" ".join,
 )
-def test_tensor_parallel_training_agrees_with_one_process(tmp_path, flags):
-    done = run_demo(tmp_path, *SMALL, *flags)
+def test_tensor_parallel_training_agrees_with_one_process(flags):
+    done = run_demo_once(*SMALL, *flags)
     assert verdict(done) == ["PASS"], done.stdout
     assert done.returncode == 0, done.stdout
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support.demo import losses, run_demo, verdict
+from support.demo import SMALL, losses, run_demo, run_demo_once, verdict
 from support.device import DEVICE, SIMULATED_NPU
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +33,13 @@ SELECTED = """
     sim/runtime/test_simulated_autograd.py
     sim/runtime/test_simulated_disagreement.py
     sim/runtime/test_simulated_meshes.py
-    procs/backends/test_hccl.py
+    procs/backends/test_hccl.py::test_hccl_refuses_in_its_own_words
+    procs/backends/test_hccl.py::test_a_result_is_there_only_after_the_wait
+    procs/backends/test_hccl.py::test_hccl_is_never_given_what_it_refuses
+    procs/conformance/test_conformance.py::test_the_device_conforms_as_documented
 """.split()
 AT_LEAST = 470
-SMALL = ("--steps", "4", "--model-dim", "64", "--plot", "")
+FLAGS = (*SMALL, "--sequence-parallel", "--tied", "--bias")
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="starts the tests on another device itself")
 
@@ -58,17 +61,20 @@ def test_selected_tests_pass_on_the_simulated_npu():
     assert int(passed) >= AT_LEAST
 
 
-@pytest.mark.parametrize("flags", [(), ("--sequence-parallel", "--tied", "--bias")], ids=" ".join)
-def test_the_demo_on_the_simulated_npu_has_the_losses_of_the_cpu(tmp_path, flags):
-    cpu = run_demo(tmp_path, *SMALL, *flags)
-    npu = run_demo(tmp_path, *SMALL, *flags, "--device", "npu", paths=[SIMULATED_NPU])
+def test_the_demo_on_the_simulated_npu_has_the_losses_of_the_cpu(tmp_path):
+    cpu = run_demo_once(*FLAGS)
+    npu = run_demo(tmp_path, *FLAGS, "--device", "npu", paths=[SIMULATED_NPU])
     assert verdict(npu) == ["PASS"], npu.stdout
     assert "2 ranks on npu" in npu.stdout
-    assert len(losses(cpu)) == 4
-    assert losses(npu) == pytest.approx(losses(cpu), abs=1e-5)
+    assert len(losses(cpu)) == 6
+    pairs = zip(losses(cpu), losses(npu), strict=True)
+    worst = max(abs(one - other) for one, other in pairs)
+    print(f"losses on the cpu {losses(cpu)}, max |difference| on the simulated npu {worst:.1e}")
+    assert worst <= 1e-5
 
 
 def test_the_demo_without_torch_npu_says_what_to_install(tmp_path):
-    done = run_demo(tmp_path, *SMALL, "--device", "npu")
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    done = run_demo(tmp_path, "--device", "npu", "--plot", "", launcher=(), **alone)
     assert "npu: torch_npu is not installed; install the release that matches torch" in done.stdout
     assert done.returncode != 0

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["LAUNCHER", "losses", "run_demo", "verdict"]
+__all__ = ["LAUNCHER", "SMALL", "losses", "run_demo", "run_demo_once", "verdict"]
 
 DEMO = Path(__file__).parents[2] / "examples" / "train_tp.py"
+SMALL = ("--steps", "6", "--model-dim", "64", "--plot", "")
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -48,6 +51,15 @@ def run_demo(
         text=True,
         timeout=120,
     )
+
+
+@functools.cache
+def run_demo_once(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the demo, which must write nothing; tests that give the same flags share the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_demo(Path(folder), *flags)
+        assert not os.listdir(folder)
+    return done
 
 
 def verdict(done: subprocess.CompletedProcess[str]) -> list[str]:

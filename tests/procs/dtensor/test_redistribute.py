@@ -107,7 +107,7 @@ def outcomes_of_dtypes():
 def test_every_dtype_moves_exactly_or_is_refused(procs2):
     first, second = procs2.run(outcomes_of_dtypes)
     assert first == second
-    irreducible = () if DTYPE == torch.float64 else ("float64",)
+    irreducible = () if torch.float64 == DTYPE else ("float64",)
     assert unexpected(first, complex_products=False, irreducible=irreducible) == {}
     moved = {key[0] for key, texts in first.items() if "P(sum)" in key[1] and texts == {"exact"}}
     assert not moved & set(irreducible)
