@@ -254,7 +254,8 @@ def test_the_notes_under_the_table_name_what_is_no_plain_pass():
 def test_the_command_line_runs_the_suite(monkeypatch, capsys):
     chosen = [check for check in all_checks() if check.group in ("exchange", "broadcast")]
     monkeypatch.setattr(suite, "all_checks", lambda: chosen)
-    arguments = ["doctor", "--no-bandwidth", "--conformance", "--world", "simulated", "--ranks=3"]
+    options = ["--no-bandwidth", "--conformance", "--world", "simulated", "--ranks=3"]
+    arguments = ["doctor", "--backend", "cpu", *options]
     assert main(arguments) == 0
     assert "cpu, 3 ranks, simulated" in capsys.readouterr().out
     monkeypatch.setattr(simulated, "SimulatedCommunicator", FirstOnly)
