@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory and bytes sent for the loss of a language model's last layer, one rank of several.
 
-    python benchmarks/loss.py [--rows 2048 --vocab 32768 --hidden 256 --ranks 8]
+    python benchmarks/loss.py [--rows 2048 --vocab 32768 --hidden 256 --ranks 8 --device cpu]
 
 Each variant runs forward and backward in a process of its own, on torch's fake process group (which
-sends nothing), and reports how far the process's peak memory rose above what inputs, parameters and
-their gradients take. Bytes are those of the tensors that collectives fill on the rank.
+sends nothing), and reports how far the peak of the memory (on the CPU the process's, elsewhere what
+torch allocated) rose above what inputs, parameters and their gradients take. Bytes are those of the
+tensors that collectives fill on the rank.
 """
 
 import argparse
@@ -62,7 +63,7 @@ class FilledBytes(TorchDispatchMode):
 
 
 def mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
 
 
 def ours(x: torch.Tensor, w: torch.Tensor, placement: object) -> torch.Tensor:
@@ -85,7 +86,7 @@ def chunked(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Ten
 
 
 def of_torch(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    torch_mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    torch_mesh = dist.device_mesh.init_device_mesh(x.device.type, (dist.get_world_size(),))
     logits = TorchDTensor.from_local(F.linear(x, w), torch_mesh, [TorchShard(1)])
     given = torch_distribute(target, torch_mesh, [TorchReplicate()], src_data_rank=None)
     with torch_loss_parallel():
@@ -105,6 +106,7 @@ VARIANTS: dict[str, Loss] = {
 def run_one(name: str, args: argparse.Namespace) -> dict[str, object]:
     """Run one variant twice: the first time loads code, the second is measured."""
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
+    torch.set_default_device(args.device)
     torch.manual_seed(0)
     x = torch.randn(args.rows, args.hidden).requires_grad_()
     w = torch.randn(args.vocab // args.ranks, args.hidden).requires_grad_()
@@ -112,10 +114,10 @@ def run_one(name: str, args: argparse.Namespace) -> dict[str, object]:
     target = torch.randint(args.vocab // args.ranks, (args.rows,))
     step(VARIANTS[name], x[small].detach().requires_grad_(), w, target[small])
     x.grad = torch.zeros_like(x)
-    before = resident()
+    before = taken(args.device)
     with FilledBytes() as counted:
         step(VARIANTS[name], x, w, target)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = taken(args.device, at_most=True)
     return {"peak": peak - before, "filled": dict(counted.filled)}
 
 
@@ -125,7 +127,13 @@ def step(loss: Loss, x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> 
         result.backward()
 
 
-def resident() -> int:
+def taken(device: str, *, at_most: bool = False) -> int:
+    """Return the bytes in use now, or the most there were."""
+    if device != "cpu":
+        memory = torch.get_device_module(device)
+        return memory.max_memory_allocated() if at_most else memory.memory_allocated()
+    if at_most:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -136,6 +144,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

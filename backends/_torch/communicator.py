@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,12 +24,13 @@ from hyper_parallel.backends._torch.dtypes import DtypeSupport
 from hyper_parallel.backends._torch.faults import Faults
 from hyper_parallel.backends._torch.refusals import (
     no_uneven,
+    refused,
     wrong_pieces,
     wrong_rows,
     wrong_tensor,
 )
 from hyper_parallel.backends._torch.work import TorchWork, then
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import BackendError, HyperParallelError
 from hyper_parallel.runtime.refusals import cannot_reduce
 
 __all__ = ["TorchCommunicator"]
@@ -49,9 +50,9 @@ def _named(method: F) -> F:
             return method(self, *args, **kwargs)
         except HyperParallelError:
             raise
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             given = signature.bind(self, *args, **kwargs).arguments
-            raise self._faults.failed(method.__name__, given, error) from error
+            raise self._failed(method.__name__, given, error) from error
 
     return cast(F, run)
 
@@ -112,7 +113,7 @@ class TorchCommunicator:
                 return TorchWork(self._faults, "all_reduce", given, work, x)
             return self._end(work, x)
         except RuntimeError as error:
-            raise self._faults.failed("all_reduce", given, error) from error
+            raise self._failed("all_reduce", given, error) from error
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce, then keep the own one of n equal pieces of dim 0."""
@@ -133,7 +134,7 @@ class TorchCommunicator:
                 return TorchWork(self._faults, "reduce_scatter", given, work, out)
             return self._end(work, out)
         except RuntimeError as error:
-            raise self._faults.failed("reduce_scatter", given, error) from error
+            raise self._failed("reduce_scatter", given, error) from error
 
     def all_gather(self, x: Tensor, *, async_op: bool = False) -> Any:
         """Concatenate equal pieces along dim 0 into one tensor."""
@@ -154,7 +155,7 @@ class TorchCommunicator:
             else:
                 result = self._end(work, out)
         except RuntimeError as error:
-            raise self._faults.failed("all_gather", given, error) from error
+            raise self._failed("all_gather", given, error) from error
         if self._permuted:
             return then(result, lambda out: _blocks(out, rows, self._to_group))
         return result
@@ -292,6 +293,11 @@ class TorchCommunicator:
         if async_op:
             return TorchWork(self._faults, name, given, work, out)
         return self._end(work, out)
+
+    def _failed(self, name: str, given: Mapping[str, Any], error: Exception) -> BackendError:
+        """Give the error of a wrong call, or of one that started and did not complete."""
+        wrong = refused(name, given, self.size, rank=self.rank, device_type=self._device_type)
+        return wrong or self._faults.failed(name, given, error)
 
     def _end(self, work: Any, out: Tensor) -> Tensor:
         """Wait on the host for what it can wait for; see [Note: roll call]."""

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from hyper_parallel.errors import BackendError, describe
 
-__all__ = ["no_uneven", "wrong_pieces", "wrong_rows", "wrong_tensor"]
+__all__ = ["no_uneven", "refused", "wrong_pieces", "wrong_rows", "wrong_sizes", "wrong_tensor"]
 
 
 def wrong_tensor(where: str, x: torch.Tensor, device_type: str) -> BackendError | None:
@@ -40,6 +41,41 @@ def wrong_rows(where: str, x: torch.Tensor, size: int) -> BackendError:
     must = whole if where == "reduce_scatter" else "the tensor must have a dim 0"
     text = describe(where, must, "Pad or reshape it first", shape=tuple(x.shape))
     return BackendError(text)
+
+
+def wrong_sizes(
+    where: str, sizes: Sequence[int], size: int, *, rank: int, rows: int | None
+) -> BackendError:
+    """Give the error of sizes that are not one a rank, or do not add up to x."""
+    text = describe(
+        where,
+        f"there must be one size for each of the {size} ranks, adding up to x",
+        "Give dim 0 that many entries",
+        sizes=tuple(sizes),
+        rank=rank,
+        x_rows=rows,
+    )
+    return BackendError(text)
+
+
+def refused(
+    where: str, given: Mapping[str, Any], size: int, *, rank: int, device_type: str
+) -> BackendError | None:
+    """Say what was wrong with the arguments of a call that torch refused before it sent anything.
+
+    Only looked for then: a right call need not pay for it.
+    """
+    x = given.get("x")
+    if x is None:
+        return None
+    if x.ndim == 0 and where not in ("all_reduce", "broadcast"):
+        return wrong_tensor(where, x, device_type) or wrong_rows(where, x, 0)
+    sent = given.get("send_sizes", given.get("sizes"))
+    if sent is not None:
+        own = sent[rank : rank + 1] if where == "all_gather_v" else sent
+        if len(sent) != size or min(sent) < 0 or sum(own) != x.shape[0]:
+            return wrong_sizes(where, sent, size, rank=rank, rows=x.shape[0])
+    return wrong_tensor(where, x, device_type)
 
 
 def no_uneven(where: str, device_type: str) -> BackendError:

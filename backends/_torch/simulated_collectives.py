@@ -21,6 +21,7 @@ from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, name_of
 from hyper_parallel.backends._torch.refusals import (
     wrong_pieces,
     wrong_rows,
+    wrong_sizes,
     wrong_tensor,
 )
 from hyper_parallel.errors import BackendError, describe
@@ -252,14 +253,7 @@ class SimulatedCommunicator:
     ) -> None:
         whole = total is None or sum(summed) == total
         if len(sizes) != self.size or min(sizes) < 0 or not whole:
-            _refuse(
-                name,
-                f"there must be one size for each of the {self.size} ranks, adding up to x",
-                "Give dim 0 that many entries",
-                sizes=tuple(sizes),
-                rank=self.rank,
-                x_rows=total,
-            )
+            raise wrong_sizes(name, sizes, self.size, rank=self.rank, rows=total)
 
     def _check_src(self, name: str, src: int) -> None:
         if not 0 <= src < self.size:

@@ -74,8 +74,6 @@ def settle(tensor: Any) -> torch.Tensor:
     tensor._local = local
     del tensor._arrival
     with without_torch_function():
-        # Of a device that torch does not know itself it takes only a tensor of the very same kind.
-        same_kind = torch.Tensor._make_subclass(type(tensor), result)
-        torch.Tensor.data.__set__(tensor, same_kind)  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(tensor, result)  # type: ignore[attr-defined]
     local.data = result
     return local

@@ -6,6 +6,7 @@ counted: a longer contract is no reason to split code.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -136,3 +137,20 @@ def test_sizes_refuses_an_idle_or_unexplained_allowance(tmp_path):
     idle, unexplained = size_problems(tmp_path, allowed("b.py  why\nbackends/a.py\n"))
     assert idle == "b.py: is allowed to be over the stop, and is not"
     assert "without a reason" in unexplained
+
+
+BACKEND_LINES = re.compile(r"In lines of code and comments: (.*?)\n\n", re.DOTALL)
+
+
+def test_the_document_says_how_long_each_backend_is():
+    (said,) = BACKEND_LINES.findall((ROOT / "docs" / "architecture.md").read_text())
+    numbers = {name: int(n.replace(",", "")) for name, n in re.findall(r"`(\w+)` ([\d,]+)", said)}
+    counted = {
+        folder.name: sum(len(path.read_text().splitlines()) for path in folder.glob("*.py"))
+        for folder in (ROOT / "backends").iterdir()
+        if folder.is_dir() and folder.name != "__pycache__"
+    }
+    assert numbers.keys() == counted.keys()
+    near = {name: abs(counted[name] - n) <= max(15, n // 10) for name, n in numbers.items()}
+    assert all(near.values()), f"docs/architecture.md says {numbers}, but there are {counted}"
+    assert f"{len((ROOT / 'examples' / 'hub_backend.py').read_text().splitlines())}." in said

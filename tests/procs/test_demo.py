@@ -2,45 +2,10 @@
 """The demo in examples/ runs as its users run it, and its verdict can be trusted both ways."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "examples" / "train_tp.py"
-SMALL = ("--steps", "6", "--model-dim", "64", "--plot", "")
-
-
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
-
-def run_demo(folder, *flags, launcher=LAUNCHER, **variables):
-    """Run the demo in `folder` on the CPU; return the finished process, its output in one text."""
-    # The package that these tests import, installed or not.
-    package = Path(importlib.util.find_spec("hyper_parallel").origin).parents[1]
-    paths = [str(package), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        **variables,
-    }
-    return subprocess.run(
-        [sys.executable, *launcher, str(DEMO), *flags],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-
-
-def verdict(done):
-    """The lines of the demo's output that start with PASS or FAIL."""
-    return [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))]
+from support.demo import SMALL, run_demo, run_demo_once, verdict
 
 
 @pytest.mark.parametrize(
@@ -53,8 +18,8 @@ def verdict(done):
     ],
     ids=" ".join,
 )
-def test_tensor_parallel_training_agrees_with_one_process(tmp_path, flags):
-    done = run_demo(tmp_path, *SMALL, *flags)
+def test_tensor_parallel_training_agrees_with_one_process(flags):
+    done = run_demo_once(*SMALL, *flags)
     assert verdict(done) == ["PASS"], done.stdout
     assert done.returncode == 0, done.stdout
 

@@ -17,7 +17,15 @@ import torch
 
 from hyper_parallel.runtime.registry import available_backends, load_backend
 
-__all__ = ["DEVICE", "DTYPE", "TOLERANCE", "on_simulated_npu", "raises_in_backward", "use_device"]
+__all__ = [
+    "DEVICE",
+    "DTYPE",
+    "SIMULATED_NPU",
+    "TOLERANCE",
+    "on_simulated_npu",
+    "raises_in_backward",
+    "use_device",
+]
 
 DEVICE = os.environ.get("HYPER_PARALLEL_TEST_DEVICE", "cpu")
 

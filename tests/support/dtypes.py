@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -22,6 +23,7 @@ DTYPES = (
     torch.bfloat16,
     torch.float64,
 )
+_BY_BACKEND = "backend must be able to reduce this dtype with this op"
 SHAPES = ((5, 3), (), (0, 3))
 PENDING = tuple(map(Partial, REDUCE_OPS))
 
@@ -42,13 +44,17 @@ def outcomes(mesh: DeviceMesh) -> dict[tuple[str, str, str], set[str]]:
 
 
 def unexpected(
-    found: dict[tuple[str, str, str], set[str]], *, complex_products: bool
+    found: dict[tuple[str, str, str], set[str]],
+    *,
+    complex_products: bool,
+    irreducible: Sequence[str] = (),
 ) -> dict[tuple[str, str, str], set[str]]:
     """Give what is neither exact nor refused as it must be.
 
     Args:
         found: what `outcomes` gave.
         complex_products: whether the backend multiplies complex numbers.
+        irreducible: dtypes that the backend cannot reduce at all.
     """
     odd: dict[tuple[str, str, str], set[str]] = {}
     for key, texts in found.items():
@@ -59,9 +65,11 @@ def unexpected(
         elif not (dtype.is_complex or dtype.is_floating_point) and "P(avg)" in key:
             legal, refusal = set(), "Partial('avg') needs a floating point tensor"
         elif dtype.is_complex and "P(product)" in key and not complex_products:
-            refusal = "backend must be able to reduce this dtype with this op"
+            refusal = _BY_BACKEND
             if texts == legal:  # it must not be exact for every shape
                 odd[key] = texts
+        elif key[0] in irreducible and "P(" in key[1] + key[2]:
+            refusal = _BY_BACKEND
         else:
             refusal = "no refusal"
         if not all(text in legal or refusal in text for text in texts):

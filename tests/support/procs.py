@@ -132,7 +132,7 @@ class ProcessPool:
 def _receive(pipe: Connection) -> tuple[bool, Any, bool]:
     try:
         return pipe.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):  # the latter if it left a task unread
         return False, "the process died", False
 
 

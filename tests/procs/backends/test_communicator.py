@@ -187,17 +187,19 @@ def test_uneven_forms_in_group_order(procs4: Any) -> None:
 
 def refused(case: str) -> str:
     comm = init_device_mesh(DEVICE, (2,)).communicator(0)
-    x = torch.ones(4, 4)
+    x, elsewhere = torch.ones(4, 4), "meta" if DEVICE == "cpu" else "cpu"
     calls = {
         "stride": lambda: comm.all_reduce(x.t()[:, :2]),
         "gather stride": lambda: comm.all_gather(x.t()[:, :2]),
-        "device": lambda: comm.reduce_scatter(x.to("meta")),
+        "device": lambda: comm.reduce_scatter(x.to(elsewhere)),
         "op": lambda: comm.all_reduce(x, "median"),
         "avg": lambda: comm.all_reduce(x.to(torch.int64), "avg"),
         "fp8": lambda: comm.all_reduce(x.to(torch.float8_e4m3fn)),
         "complex": lambda: comm.all_reduce(x.to(torch.complex64), "max"),
         "rows": lambda: comm.reduce_scatter(x[:3]),
         "scalar": lambda: comm.all_gather(torch.tensor(1.0)),
+        "scalar parts": lambda: comm.all_to_all_v(torch.tensor(1.0), [0, 0], [0, 0]),
+        "parts": lambda: comm.all_to_all_v(x.view(-1), [8, 9], [8 + comm.rank] * 2),
         "gather_v": lambda: comm.all_gather_v(x, [4, 4]),
         "scatter_v": lambda: comm.reduce_scatter_v(x, [3, 1]),
         "pieces": lambda: comm.scatter(x, None if comm.rank == 0 else [x, x]),
@@ -219,7 +221,7 @@ def refused(case: str) -> str:
         ("gather stride", "all_gather: the tensor must be contiguous"),
         (
             "device",
-            f"reduce_scatter: the tensor must be on a {DEVICE} device, but got device='meta'.",
+            f"reduce_scatter: the tensor must be on a {DEVICE} device, but got device=",
         ),
         (
             "op",
@@ -230,6 +232,12 @@ def refused(case: str) -> str:
         ("complex", "but got dtype=torch.complex64, op='max'. Reduce with sum."),
         ("rows", "reduce_scatter: dim 0 must divide by the group size 2, but got shape=(3, 4)."),
         ("scalar", "all_gather: the tensor must have a dim 0, but got shape=()."),
+        ("scalar parts", "all_to_all_v: the tensor must have a dim 0, but got shape=()."),
+        (
+            "parts",
+            "all_to_all_v: there must be one size for each of the 2 ranks, adding up to x, but got"
+            " sizes=(8, 9), rank=",
+        ),
         ("gather_v", "all_gather_v: the backend must have the capability uneven_gather"),
         ("scatter_v", "reduce_scatter_v: the backend must have the capability uneven_gather"),
         ("pieces", "scatter: the rank at group index 0, and only it, must pass the pieces"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance suite on real processes: gloo, a backend of a third party, and under pytest."""
+"""The conformance suite on real processes: the device's backend, a third party's, and pytest."""
 
 from __future__ import annotations
 
@@ -12,31 +12,46 @@ from typing import Any
 import pytest
 
 from hyper_parallel import BackendError
-from hyper_parallel.backends.cpu import CpuBackend
-from hyper_parallel.conformance import EMULATED, all_checks, run_conformance
+from hyper_parallel.conformance import EMULATED, Report, all_checks, run_conformance
 from hyper_parallel.conformance.worlds import run_on_ranks
+from support.conformance_table import COLUMNS, documented, install
+from support.device import DEVICE
 from support.procs import dies
 
 ROOT = Path(__file__).parents[3]
 SUITE = (sys.executable, "-m", "hyper_parallel.conformance", "-q", "-p", "no:cacheprovider")
 
 
-def statuses() -> dict[str, str]:
-    report = run_conformance("cpu", world="here")
-    return {f"{one.group}[{one.case}]": one.status or one.detail for one in report.results}
+def conforms() -> Report:
+    return run_conformance(DEVICE, world="here")
 
 
-def test_gloo_conforms(procs2: Any) -> None:
-    first, second = procs2.run(statuses)
+def test_the_device_conforms_as_documented(procs2: Any) -> None:
+    first, second = procs2.run(conforms)
     assert first == second
-    assert "fail" not in first.values()
+    assert first.failures == ()
+    if DEVICE in COLUMNS:
+        assert first.counts() == documented(DEVICE)
+    found = {f"{one.group}[{one.case}]": one.status for one in first.results}
     # What the table says is what the capabilities say.
-    answers = CpuBackend.capabilities
-    assert answers.reduces is not None and ("sum", "int16") in answers.widens
-    assert first["all_reduce[sum int16]"] == EMULATED
-    assert first["all_reduce[sum float32]"] == "pass"
-    assert first["all_reduce[max complex64]"] == "refused by design"
-    assert first["uneven all_gather[uneven float32]"] == EMULATED
+    assert found["all_reduce[sum float32]"] == "pass"
+    assert found["all_reduce[max complex64]"] == "refused by design"
+    assert found["uneven all_gather[uneven float32]"] == EMULATED
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(DEVICE != "cpu", reason="runs on every device itself")
+def test_the_tables_in_the_documents_are_what_a_run_prints() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / "conformance_table.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    documents = (ROOT / "docs" / "verified.md").read_text().splitlines()
+    assert [line for line in done.stdout.splitlines() if line not in documents] == []
 
 
 def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -54,14 +69,6 @@ def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedPr
         text=True,
         timeout=110,
     )
-
-
-def install(folder: Path, name: str, target: str) -> None:
-    """Leave in a folder what the installation of a package with an entry point leaves."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[hyper_parallel.backends]\n{name} = {target}\n")
 
 
 def test_a_third_partys_backend_is_found_and_conforms(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from support.device import DEVICE
+
 # Disjoint over the whole world; overlapping, disjoint and nested with ranks that are in neither.
 PAIRS = [
     ([0, 1], [3, 2]),
@@ -25,7 +27,7 @@ def move_everything(src_ranks: Any, dst_ranks: Any) -> None:
     from hyper_parallel import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
     from support.dtensors import same, seeded
 
-    meshes = DeviceMesh("cpu", src_ranks), DeviceMesh("cpu", dst_ranks)
+    meshes = DeviceMesh(DEVICE, src_ranks), DeviceMesh(DEVICE, dst_ranks)
     inside = [mesh.get_coordinate() is not None for mesh in meshes]
     if dist.get_rank() == 1:  # ranks need not have made as many groups before
         dist.new_group([1], use_local_synchronization=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from support.device import DEVICE
+
 
 def nested(ranks: list[list[int]]) -> list[Any]:
     """Gather 5 rows that two axes cut, over both and over the first one."""
@@ -15,7 +17,7 @@ def nested(ranks: list[list[int]]) -> list[Any]:
     from hyper_parallel import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
 
     replicate, rows, pending = Replicate(), Shard(0), Partial()
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+    mesh = DeviceMesh(DEVICE, ranks, mesh_dim_names=("dp", "tp"))
     mesh.flatten("all")
     whole = torch.arange(15.0).reshape(5, 3)
     cut = distribute_tensor(whole, mesh, [rows, rows])

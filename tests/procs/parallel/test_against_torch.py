@@ -125,7 +125,8 @@ def compare_decoder(bias, sequence_parallel, mesh_kind):
         same(full(param.grad), full(theirs_is.grad), name)
         same(full(param.grad), dense_params[name].grad, f"dense {name}")
         assert local(param).shape == local(theirs_is).shape
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    # torch's lists of tensors mix its DTensors and plain ones.
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in models]
     for optimizer in optimizers:
         optimizer.step()
     same(models[1](tokens[:, 1:]), models[0](tokens[:, 1:]).detach(), "logits after a step")
@@ -289,11 +290,11 @@ def compare_losses():
     torch.manual_seed(0)
     count, meshes = 0, (torch_mesh(), our_mesh())
     for shape, weighted in itertools.product(((6, 8), (2, 8, 3), (8,)), (False, True)):
-        logits = torch.randn(shape, dtype=torch.float64)
+        logits = torch.randn(shape, dtype=DTYPE)
         target = torch.randint(8, shape[:1] + shape[2:] if len(shape) > 1 else ())
         if target.ndim and not weighted:  # with weights torch's own looks -100 up
             target.view(-1)[1] = -100
-        weight = torch.rand(8, dtype=torch.float64) if weighted else None
+        weight = torch.rand(8, dtype=DTYPE) if weighted else None
         dim = min(len(shape) - 1, 1)
         for reduction in ("none", "sum", "mean"):
             given = (

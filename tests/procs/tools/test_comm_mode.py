@@ -7,6 +7,8 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+from support.device import DEVICE
+
 MODEL = Path(__file__).parents[3] / "examples" / "model.py"
 
 # What torch sees of each of our methods on gloo.
@@ -43,7 +45,7 @@ def count_a_decoder():
     )
 
     # torch counts what checked mode exchanges, too.
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), check=False)
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",), check=False)
     demo = demo_model()
     config = demo.Config(
         vocab=24, dim=16, layers=2, heads=4, kv_heads=2, mlp_multiple=4, max_seq=8, bias=True

@@ -23,6 +23,9 @@ from hyper_parallel.backends.numpy import NumpyOps, execute
 from hyper_parallel.core import AbstractMesh, Packed, StridedShard
 from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime import execute as execute_here
+from support.device import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="NumPy reads CPU memory only")
 
 R, S, P = Replicate(), Shard, Partial
 MOVES = [

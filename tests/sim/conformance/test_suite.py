@@ -27,6 +27,7 @@ from hyper_parallel.conformance import (
     table,
 )
 from hyper_parallel.conformance.worlds import run_on_ranks
+from support import conformance_table
 from support.stepwise import Stepwise, give_kernels
 
 
@@ -238,10 +239,23 @@ def test_the_table_counts_what_came_out_of_each_backend():
     assert rows == [("broadcast", "13 pass", "-"), ("refusals", "4 pass", "-")]
 
 
+@pytest.mark.parametrize("name", ["simulated", "numpy"])
+def test_the_table_in_the_documents_is_what_comes_out(name):
+    assert conformance_table.run(name).counts() == conformance_table.documented(name)
+
+
+def test_the_notes_under_the_table_name_what_is_no_plain_pass():
+    ops = [f"all_reduce[{op} {t}]" for t in ("float32", "int16", "uint16") for op in ("sum", "avg")]
+    report = run(*ops, "all_to_all")
+    *_, notes = conformance_table.markdown({"simulated": report})
+    assert notes == "| simulated ranks | - | - | avg of int16; sum, avg of uint16 |"
+
+
 def test_the_command_line_runs_the_suite(monkeypatch, capsys):
     chosen = [check for check in all_checks() if check.group in ("exchange", "broadcast")]
     monkeypatch.setattr(suite, "all_checks", lambda: chosen)
-    arguments = ["doctor", "--no-bandwidth", "--conformance", "--world", "simulated", "--ranks=3"]
+    options = ["--no-bandwidth", "--conformance", "--world", "simulated", "--ranks=3"]
+    arguments = ["doctor", "--backend", "cpu", *options]
     assert main(arguments) == 0
     assert "cpu, 3 ranks, simulated" in capsys.readouterr().out
     monkeypatch.setattr(simulated, "SimulatedCommunicator", FirstOnly)

@@ -21,6 +21,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.errors import LayoutError, RuleError
+from support.device import DTYPE
 from support.dtensors import laid, line, same, seeded
 
 gathers = pytest.mark.filterwarnings("ignore:DTensor op .* has no sharding rule")
@@ -180,7 +181,7 @@ def test_which_operand_needs_a_gradient_may_change():
 def test_a_scalar_that_starts_to_need_a_gradient_gets_it():
     mesh = line(2)
     x = laid(seeded(4, 6), mesh, Shard(0))
-    scale = torch.tensor(2.0, dtype=torch.float64)
+    scale = torch.tensor(2.0, dtype=DTYPE)
     same(x * scale, seeded(4, 6) * 2)
     scale.requires_grad_()
     (x * scale).sum().backward()

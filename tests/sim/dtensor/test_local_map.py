@@ -125,7 +125,7 @@ def test_factories_make_what_torch_makes(placement):
         mesh = line(2)
         on = {"device_mesh": mesh, "placements": [placement]}
         same(zeros(5, 3, **on), torch.zeros(5, 3))
-        same(ones((5, 3), dtype=torch.float64, **on), torch.ones(5, 3).double())
+        same(ones((5, 3), dtype=torch.bfloat16, **on), torch.ones(5, 3).bfloat16())
         same(full(torch.Size((5, 3)), 2, **on), torch.full((5, 3), 2))
         same(full([5, 3], math.inf, **on), torch.full((5, 3), math.inf))
         assert empty(5, 3, **on).shape == (5, 3)

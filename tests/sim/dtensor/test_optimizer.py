@@ -26,7 +26,7 @@ from hyper_parallel import (
     simulate,
     step_locally,
 )
-from support.device import DTYPE
+from support.device import DTYPE, TOLERANCE
 from support.dtensors import laid, line, parameter, same, seeded
 
 OPTIMIZERS = {
@@ -91,10 +91,10 @@ def pair():
 
 
 def equal(ours, plain):
-    """Compare tensors with those of one process, float64 to 1e-12."""
+    """Compare tensors with those of one process."""
     for p, q in zip(ours, plain, strict=True):
         whole = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
-        torch.testing.assert_close(whole, q.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(whole, q.detach(), rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE])
 
 
 def trained(model, x, optimizer, steps=3):
@@ -225,7 +225,7 @@ def test_two_meshes_and_a_plain_parameter_with_clipping(local):
                     (p * p * p).sum().backward()
                 norms.append(clip(params, 0.5))
                 optimizer.step()
-            torch.testing.assert_close(*norms, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(*norms, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE])
             equal([p.grad for p in ours], [p.grad for p in plain])
         equal(ours, plain)
 
@@ -259,7 +259,7 @@ def test_torchs_own_clipping_works_on_one_mesh(foreach):
             model(given).backward()
             totals.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach))
             nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
-        assert totals[0].item() == pytest.approx(totals[1].item(), rel=1e-12)
+        assert totals[0].item() == pytest.approx(totals[1].item(), rel=TOLERANCE[DTYPE])
         equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
 
     run()

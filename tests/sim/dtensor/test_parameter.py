@@ -525,7 +525,7 @@ def test_meta_device_then_to_empty_then_init(src_data_rank):
         setattr(ours, name, laid_out)
     assert ours.weight.is_meta
     assert ours.weight.to_local().shape == ours.weight.layout.local_shape(mesh.get_rank())
-    ours.to_empty(device="cpu")
+    ours.to_empty(device=DEVICE)
     torch.manual_seed(0)
     ours.reset_parameters()
     plain = nn.Linear(6, 5)
@@ -564,7 +564,7 @@ def test_state_goes_from_whole_plain_tensors_and_back(placement):
     @simulate(2)
     def run():
         mesh = line(2)
-        whole, ours = nn.Linear(6, 8).double(), nn.Linear(6, 8).double()
+        whole, ours, again = (nn.Linear(6, 8, dtype=DTYPE) for _ in range(3))
         whole.weight.data = seeded(8, 6)
         ours.weight = distribute_tensor(ours.weight, mesh, [placement])
         ours.load_state_dict(whole.state_dict())
@@ -573,7 +573,7 @@ def test_state_goes_from_whole_plain_tensors_and_back(placement):
             name: value.full_tensor() if isinstance(value, DTensor) else value
             for name, value in ours.state_dict().items()
         }
-        nn.Linear(6, 8).double().load_state_dict(back)
+        again.load_state_dict(back)
         assert torch.equal(back["weight"], whole.weight)
 
     run()

@@ -20,6 +20,7 @@ from hyper_parallel import (
     simulate,
     vocab_parallel_cross_entropy,
 )
+from support.device import DEVICE, DTYPE, TOLERANCE
 from support.dtensors import laid, line, seeded
 
 CLASSES = 7
@@ -54,7 +55,9 @@ def compare_three(kind, mesh, target, *, classes=CLASSES, **options):
     cut[1].requires_grad_()
     got = three_losses(kind, *cut, target, **options)
     got.backward()
-    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12, equal_nan=True)
+    close = partial(
+        torch.testing.assert_close, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE], equal_nan=True
+    )
     close(got, want)
     for ours, theirs in zip(cut, dense, strict=True):
         close(ours.grad.full_tensor(), theirs.grad)
@@ -96,7 +99,7 @@ def test_infinite_log_probabilities_of_ignored_rows_do_not_count():
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1)], ids=str)
 @simulate(2)
 def test_plain_targets_and_weights_where_one_rank_has_all_classes(shape, placements):
-    mesh = init_device_mesh("cpu", shape)
+    mesh = init_device_mesh(DEVICE, shape)
     if mesh.get_coordinate() is None:
         return
     logits, target = logits_and_target()
@@ -124,7 +127,7 @@ def test_under_autocast_sums_are_exact_and_a_head_in_float32_trains():
     want = F.cross_entropy(logits, target, label_smoothing=0.5)
     x = seeded(6, 8).bfloat16().requires_grad_()
     head = laid(seeded(CLASSES, 8).float(), mesh, Shard(0), requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         with loss_parallel():
             cut = laid(logits, mesh, Shard(1))
             got = F.cross_entropy(cut, target, label_smoothing=0.5)
@@ -132,7 +135,7 @@ def test_under_autocast_sums_are_exact_and_a_head_in_float32_trains():
     torch.testing.assert_close(got.to_local(), want)
     loss.backward()
     dense = [x.detach().clone().requires_grad_(), head.detach().full_tensor().requires_grad_()]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         F.cross_entropy(F.linear(*dense), target).backward()
     for ours, theirs in zip((x.grad, head.grad.full_tensor()), dense, strict=True):
         torch.testing.assert_close(ours, theirs.grad, rtol=1e-2, atol=1e-2)
@@ -170,7 +173,9 @@ def test_checkpointed_losses_enter_the_context_themselves(reentrant):
     checkpoint(loss, cut, use_reentrant=reentrant).backward()
     dense = logits.clone().requires_grad_()
     F.cross_entropy(dense, target).backward()
-    torch.testing.assert_close(cut.grad.full_tensor(), dense.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        cut.grad.full_tensor(), dense.grad, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE]
+    )
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -181,7 +186,9 @@ def test_without_gradients(kind, mode):
     x, w = seeded(4, 5), seeded(CLASSES, 5)
     with mode():
         got = three_losses(kind, laid(x, mesh, Replicate()), laid(w, mesh, Shard(0)), target)
-    torch.testing.assert_close(got, F.cross_entropy(x @ w.T, target), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        got, F.cross_entropy(x @ w.T, target), rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE]
+    )
 
 
 @KINDS

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hyper_parallel.runtime import backend_for, baton, current_rank, init_device_mesh, simulate
+from support.device import DEVICE
 
 marker = contextvars.ContextVar("marker", default="unset")
 
@@ -101,8 +102,8 @@ def test_random_states_are_own_however_slowly_threads_hand_over(monkeypatch):
         return drawn
 
     for rank, drawn in enumerate(simulate(2).run(draw)):
-        alone = torch.Generator().manual_seed(rank)
-        assert drawn == [torch.rand((), generator=alone).item() for _ in range(3)]
+        alone = torch.Generator("cpu").manual_seed(rank)
+        assert drawn == [torch.rand((), generator=alone, device="cpu").item() for _ in range(3)]
 
 
 def test_an_odd_number_of_normal_draws_leaves_the_callers_spare():
@@ -145,12 +146,12 @@ def test_ranks_start_with_the_callers_modes_and_context():
         x = torch.ones(2, 2, requires_grad=True)
         return (x @ x).requires_grad, (x @ x).dtype, torch.empty(0).device.type, marker.get()
 
-    assert simulate(2).run(modes) == [(True, torch.float32, "cpu", "unset")] * 2
+    assert simulate(2).run(modes) == [(True, torch.float32, DEVICE, "unset")] * 2
     token = marker.set("set")
-    with torch.no_grad(), torch.autocast("cpu"):
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         found = simulate(2).run(modes)
     marker.reset(token)
-    assert found == [(False, torch.bfloat16, "cpu", "set")] * 2
+    assert found == [(False, torch.bfloat16, DEVICE, "set")] * 2
     with torch.device("meta"):
         assert simulate(2).run(lambda: torch.empty(0).device.type) == ["meta", "meta"]
     with torch.inference_mode():

@@ -212,7 +212,7 @@ def test_the_backend_is_simulated_inside_only():
 
     outer = object()
     with override_backend(outer):
-        assert simulate(2).run(inside) == [("simulated", "simulated")] * 2
+        assert simulate(2, device_type="cpu").run(inside) == [("simulated", "simulated")] * 2
         assert backend_for("cpu") is outer
 
 

@@ -50,6 +50,8 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
 def to_npu(x: torch.Tensor) -> torch.Tensor:
     """Alias a CPU tensor on the npu."""
+    if x._is_zerotensor():  # zeros without memory
+        x = torch.zeros(x.shape, dtype=x.dtype, device="cpu")
     return _flip(x, _DL_EXTENSION, 0)
 
 
@@ -194,6 +196,18 @@ def _to_copy(
         return to_npu(copy) if target.type == "npu" else copy
 
 
+def _may_change_sides(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let `x.data` become a tensor of the other side: a module that moves keeps its parameters."""
+    sides = {"cpu", "npu"}
+    return x.device.type in sides and other.device.type in sides
+
+
+def _convolution_backward(grad: torch.Tensor, *args: Any) -> Any:
+    """Differentiate by torch's op for all devices, which wants the bias's shape, too."""
+    x, w, *rest = args
+    return _run(torch.ops.aten.convolution_backward.default, grad, x, w, [grad.shape[1]], *rest)
+
+
 def _autocast(name: str) -> Any:
     """Make a kernel that casts floats first, then runs the op without autocast."""
     op = getattr(torch.ops.aten, name).default
@@ -269,6 +283,10 @@ def register(module: Any) -> None:
     kernels.impl("_to_copy", _to_copy, "PrivateUse1")
     kernels.impl("copy_", _copy_, "PrivateUse1")
     kernels.impl("resize_", _resize_, "PrivateUse1")
+    convolution = functools.partial(_run, torch.ops.aten.convolution.default)
+    kernels.impl("convolution_overrideable", convolution, "PrivateUse1")
+    kernels.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    kernels.impl("_has_compatible_shallow_copy_type", _may_change_sides, "PrivateUse1")
     for name in _AUTOCAST:
         kernels.impl(name, _autocast(name), "AutocastPrivateUse1")
     _libraries.extend((fallbacks, kernels))

@@ -295,6 +295,39 @@ def _recv(tensors: list[Tensor], group: Any, peer: int, tag: int) -> Any:
     return _Work(work, lambda: _write(x, received.view(x.dtype))).boxed()
 
 
+class _Several:
+    """The works of one coalesced call: HCCL runs one collective after another."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = [dist.Work.unbox(work) for work in works]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _allreduce_coalesced(
+    tensors: list[Tensor], group: Any, op: Any, async_op=True, timeout=-1
+) -> Any:
+    works = [_allreduce([x], group, op, None)[1] for x in tensors]
+    return _Work(_Several(works), lambda: None).boxed()
+
+
+def _allgather_coalesced(
+    outs: list[Tensor], tensors: list[Tensor], group: Any, async_op=True
+) -> Any:
+    works = [_allgather_base(out, x, group)[1] for out, x in zip(outs, tensors, strict=True)]
+    return _Work(_Several(works), lambda: None).boxed()
+
+
+def _reduce_scatter_coalesced(
+    outs: list[Tensor], tensors: list[Tensor], group: Any, op: Any, async_op=True, timeout=-1
+) -> Any:
+    pairs = zip(outs, tensors, strict=True)
+    works = [_reduce_scatter_base(out, x, group, op)[1] for out, x in pairs]
+    return _Work(_Several(works), lambda: None).boxed()
+
+
 def _no(name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: _refuse(f"ProcessGroupHCCL does not support {name}")
 
@@ -307,6 +340,9 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "allgather_": _allgather,
     "_reduce_scatter_base_": _reduce_scatter_base,
     "reduce_scatter_": _reduce_scatter,
+    "allreduce_coalesced_": _allreduce_coalesced,
+    "allgather_into_tensor_coalesced_": _allgather_coalesced,
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter_coalesced,
     "alltoall_base_": _alltoall_base,
     "scatter_": _scatter,
     "barrier": _barrier,
