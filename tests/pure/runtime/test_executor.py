@@ -207,12 +207,25 @@ MESH_PAIRS = [
 ]
 
 
+def pairs_between(grid, other, shape):
+    """Every pair of a layout on one mesh and one on another."""
+    ends = [layouts_on(np.array(g), shape) for g in (grid, other)]
+    return list(itertools.product(*ends))
+
+
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
 @pytest.mark.parametrize("grid, other", MESH_PAIRS, ids=str)
 def test_execute_between_meshes(grid, other, shape):
-    ends = [layouts_on(np.array(g), shape) for g in (grid, other)]
-    pairs = list(itertools.product(*ends))
+    pairs = pairs_between(grid, other, shape)
     check_between(grid, other, pairs[:: max(len(pairs) // 60, 1)], shape)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+@pytest.mark.parametrize("grid, other", MESH_PAIRS, ids=str)
+def test_execute_every_pair_between_meshes(grid, other, shape):
+    check_between(grid, other, pairs_between(grid, other, shape), shape)
 
 
 @pytest.mark.parametrize("grid, other", MESH_PAIRS, ids=str)
