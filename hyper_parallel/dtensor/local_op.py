@@ -110,14 +110,17 @@ def expect_wrapped(tensor: Any) -> None:
 
 def redistributed(tensor: Any, layout: Layout, how: How = PLAIN) -> Any:
     """Move a DTensor to another layout."""
-    if needs_grad((tensor,)):
-        if how is PLAIN:
-            return wrap(type(tensor), _lend(tensor, layout.cotangent, layout), layout)
+    cls, src, is_recorded = type(tensor), tensor._layout, needs_grad((tensor,))
+    if how is PLAIN:
+        if is_recorded:
+            return wrap(cls, _lend(tensor, layout.cotangent, layout), layout)
+        return wrap(cls, move(tensor._local, src, layout), layout)
+    if is_recorded:
         expect_wrapped(tensor)  # a move that is not waited for gives such a gradient
         return Redistribute.apply(tensor, layout, how)
     local, dtype = tensor._local, how.forward_dtype
     local = local if dtype is None else local.to(dtype)
-    return moved(type(tensor), local, tensor._layout, layout, how.async_op)
+    return moved(cls, local, src, layout, how.async_op)
 
 
 def plain_gradient(grad: Any, target: Layout) -> torch.Tensor:
