@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hyper_parallel.core import (
     AbstractMesh,
     Layout,
+    Packed,
     Partial,
     Replicate,
     Shard,
@@ -118,6 +119,13 @@ def test_execute_strided_pairs_on_two_axes(grid, shape):
     choices = [Replicate(), Shard(0), Shard(1), Partial(), *strided_of(shape)[:5]]
     pairs = legal_pairs(grid, shape, choices)
     check_moves(grid, [Move(shape, src, dst) for src, dst in pairs[::7]])
+
+
+def test_execute_agrees_on_equal_parts_where_some_ranks_parts_lie_scattered():
+    packed = Packed(1, (1, 3))
+    moves = [Move((8, 4), (packed, Replicate()), (Shard(0), Shard(1)))]
+    moves.append(Move((8, 4), (Replicate(), packed), (StridedShard(1, 3), Shard(0))))
+    check_moves(np.array([[2, 1], [0, 3]]), moves)
 
 
 @pytest.mark.nightly
