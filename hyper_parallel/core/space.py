@@ -216,6 +216,9 @@ class Space(States):
     ) -> tuple[int, int]:
         """Estimate the most elements that a rank receives, and that a rank sends.
 
+        Uneven dims are looked at one by one, so what they give together may be too much; it is no
+        more than the largest part that can go from one rank to another, to all others.
+
         Args:
             ends: the numbers of all dims' chains, before and after.
             pairs: the dims that change, with theirs.
@@ -226,13 +229,15 @@ class Space(States):
         for dim, i, j in zip(self._dims, *ends, strict=True):
             if i == j:
                 need *= dim.largest[i]
-        own = hot = kept = lack = need
+        own = hot = kept = lack = part = need
         for dim, i, j in pairs:
             found = dim.overlap(i, j, group)
             need, own, lack = need * found.need, own * found.own, lack * found.lack
             hot, kept = hot * found.hot, kept * found.kept
+            part *= min(dim.largest[i], dim.largest[j])
         received = lack if len(pairs) == 1 else need - own
-        return received, hot * ratio[0] // ratio[1] - kept
+        most = (self._count(group) - 1) * part
+        return min(received, most), min(hot * ratio[0] // ratio[1] - kept, most)
 
     def _count(self, axes: Axes) -> int:
         """Count the ranks along axes."""

@@ -73,6 +73,9 @@ class States:
         self.end = self._number[self._ids_of(problem.dst), problem.dst.pending]
         self._add_all()
 
+    def __len__(self) -> int:
+        return len(self._ids)
+
     def state(self, number: int) -> State:
         """Give a state by its number."""
         chains: list[Chain] = [()] * len(self.problem.shape)
@@ -146,10 +149,10 @@ class States:
 
 
 def _dims_to_cut(problem: Problem, num_axes: int) -> list[int]:
-    """List the dims that src or dst cuts, and on two axes one more, to move pieces in."""
+    """List the dims that src or dst cuts, and on several axes one more, to move pieces in."""
     ends = (problem.src, problem.dst)
     found = [d for d in range(len(problem.shape)) if any(state.chains[d] for state in ends)]
     spare = [d for d in range(len(problem.shape)) if d not in found]
-    if spare and ((num_axes == 2 and len(found) < 2) or (num_axes > 2 and not found)):
+    if spare and num_axes > 1 and len(found) < 2:
         found.append(max(spare, key=problem.shape.__getitem__))
     return sorted(found)

@@ -110,12 +110,17 @@ def expect_wrapped(tensor: Any) -> None:
 
 def redistributed(tensor: Any, layout: Layout, how: How = PLAIN) -> Any:
     """Move a DTensor to another layout."""
-    if needs_grad((tensor,)):
+    cls, src, is_recorded = type(tensor), tensor._layout, needs_grad((tensor,))
+    if how is PLAIN:
+        if is_recorded:
+            return wrap(cls, _lend(tensor, layout.cotangent, layout), layout)
+        return wrap(cls, move(tensor._local, src, layout), layout)
+    if is_recorded:
         expect_wrapped(tensor)  # a move that is not waited for gives such a gradient
         return Redistribute.apply(tensor, layout, how)
     local, dtype = tensor._local, how.forward_dtype
     local = local if dtype is None else local.to(dtype)
-    return moved(type(tensor), local, tensor._layout, layout, how.async_op)
+    return moved(cls, local, src, layout, how.async_op)
 
 
 def plain_gradient(grad: Any, target: Layout) -> torch.Tensor:
@@ -148,7 +153,7 @@ def graph_part(tensor: Any, lies: Layout | None = None) -> torch.Tensor:
             if lies is None:
                 with without_dispatch():
                     return _as_subclass(tensor, _Plain)
-            return _lend(tensor, tensor, lies)
+            return _lend(tensor, lies)
     parts = tensor._parts
     if parts is None:
         parts = tensor._parts = {}
@@ -160,46 +165,52 @@ def graph_part(tensor: Any, lies: Layout | None = None) -> torch.Tensor:
 
 def _connect(tensor: Any, lies: Layout | None) -> torch.Tensor:
     """Make a plain part of a tensor that is no leaf."""
-    if tensor._graph is not None:
-        return _lend(tensor._graph, tensor, lies)
+    if lies is None and not _is_foreign(tensor):
+        with without_torch_function(), without_dispatch():
+            return _as_subclass(tensor, _Plain)
+    return _lend(tensor, lies or tensor._layout.cotangent)
+
+
+def _is_foreign(tensor: Any) -> bool:
+    """Tell whether a Function that was made elsewhere gave it, so that its gradient is wrapped."""
     with without_torch_function():
         node: Any = tensor.grad_fn
-        is_foreign = isinstance(node, BackwardCFunction) and not hasattr(node, "takes_plain")
-        if not is_foreign and lies is None:
-            with without_dispatch():
-                return _as_subclass(tensor, _Plain)
-    return _lend(tensor, tensor, lies, is_foreign)
+    return isinstance(node, BackwardCFunction) and not hasattr(node, "takes_plain")
 
 
-def _lend(
-    source: torch.Tensor, tensor: Any, lies: Layout | None, is_wrapped: bool = False
-) -> torch.Tensor:
-    target = tensor._layout.cotangent
-    wrapper = type(tensor) if is_wrapped else None
-    return _Lend.apply(source, tensor._local, lies or target, target, wrapper)  # type: ignore[return-value]
+def _lend(tensor: Any, lies: Layout, dst: Layout | None = None) -> torch.Tensor:
+    """Hand out the local part, moved if asked, of which the gradient is laid out in `lies`."""
+    source, src, wrapper = tensor._graph, tensor._layout, None
+    if source is None:
+        source, wrapper = tensor, type(tensor) if _is_foreign(tensor) else None
+    ends, back = (src, dst or src), (lies, src.cotangent)
+    return _Lend.apply(source, tensor._local, ends, back, wrapper)  # type: ignore[return-value]
 
 
 class _Lend(torch.autograd.Function):
-    """Hand out a local part; move its gradient to the cotangent layout, and wrap it if asked."""
+    """Hand out a local part, or move it; move its gradient to the cotangent layout.
+
+    The gradient is wrapped if asked.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         source: torch.Tensor,
         local: torch.Tensor,
-        lies: Layout,
-        target: Layout,
+        ends: tuple[Layout, Layout],
+        back: tuple[Layout, Layout],
         wrapper: type[Any] | None,
     ) -> torch.Tensor:
         del source  # where the gradient goes
-        ctx.lies, ctx.target, ctx.wrapper = lies, target, wrapper
-        return local.detach()
+        ctx.back, ctx.wrapper = back, wrapper
+        return move(local, *ends).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        grad = moved_gradient(grad, ctx.lies, ctx.target)
+        grad = moved_gradient(grad, *ctx.back)
         if ctx.wrapper is not None:
-            grad = wrap(ctx.wrapper, grad, ctx.target)
+            grad = wrap(ctx.wrapper, grad, ctx.back[1])
         return grad, None, None, None, None
 
 

@@ -17,11 +17,13 @@ from typing import Any
 
 from hyper_parallel.core.collective import Step
 from hyper_parallel.core.exchange import (
+    Transfers,
     group_ranks,
     parts_of,
     region_shape,
     transfers,
 )
+from hyper_parallel.core.interval import count
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial
 from hyper_parallel.core.plan import Plan
@@ -36,7 +38,6 @@ __all__ = ["execute", "launch"]
 Array = Any
 Run = Callable[[Array], Array]
 Axes = int | tuple[int, ...]
-Along = tuple[int, tuple[int, ...]] | None
 
 _MOST_PROGRAMS = 4096
 
@@ -163,8 +164,7 @@ def _all_to_all(step: Step, mesh: DeviceMesh) -> Run | Collective:
         [_numel(region_shape(region)) for region in regions]
         for regions in (table.send, table.receive)
     )
-    sent, received = consecutive(table.send, before), consecutive(table.receive, shape)
-    how = {"even": True} if _has_equal_parts(step, sent, received) else {}
+    how = {"even": True} if _has_equal_parts(step, table) else {}
     pack = packer(ops, table.send, before or (1,))
     unpack = unpacker(ops, table.receive, shape or (1,))
     if not step.src.shape:  # see `Transfers` on tensors without dims
@@ -182,15 +182,19 @@ def _exchanging(step: Step, mesh: DeviceMesh) -> Communicator:
     return mesh.communicator_with(source)
 
 
-def _has_equal_parts(step: Step, sent: Along, received: Along) -> bool:
+def _has_equal_parts(step: Step, table: Transfers) -> bool:
     """Tell whether all parts that all ranks send have one size; all ranks find the same.
 
-    From one dim to another on one axis, rank i sends rows_i x columns_j to rank j: if this rank's
-    parts all have one size, everyone's have.
+    From one dim to another on one axis, rank i sends rows_i x columns_j to rank j: all rows_i and
+    all columns_j are seen in this rank's parts, also where these hold nothing or lie scattered.
     """
-    if step.kind != "all_to_all" or len(step.axes) != 1 or sent is None or received is None:
+    if step.kind != "all_to_all" or len(step.axes) != 1:
         return False
-    return sent[0] != received[0] and len({*sent[1]}) == len({*received[1]}) == 1
+    rows, columns = (at.placements[step.axes[0]].cut_dim for at in (step.src, step.dst))
+    if rows is None or columns is None or rows == columns:
+        return False
+    sizes = {count(part[columns]) for part in table.send}
+    return len(sizes) == len({count(part[rows]) for part in table.receive}) == 1
 
 
 def _slice(step: Step, mesh: DeviceMesh) -> Run:
@@ -210,12 +214,12 @@ def _fill(step: Step, mesh: DeviceMesh) -> Run:
         keeps = mesh.my_coordinate[axis] == 0 or op in ("avg", "max", "min")
         return ops.clone if keeps else lambda local: ops.identity(local.shape, op, local)
     (region,) = parts_of(step.dst, rank, step.src, [rank])
-    shape, count = step.dst.local_shape(rank), mesh.shape[axis]
+    shape, num_ranks = step.dst.local_shape(rank), mesh.shape[axis]
     put = putter(ops, region, shape)
 
     def run(local: Array) -> Array:
         whole = ops.identity(shape, op, local)
-        put(whole, ops.scale(local, count) if op == "avg" else local)
+        put(whole, ops.scale(local, num_ranks) if op == "avg" else local)
         return whole
 
     return run
@@ -223,8 +227,8 @@ def _fill(step: Step, mesh: DeviceMesh) -> Run:
 
 def _scale(step: Step, mesh: DeviceMesh) -> Run:
     (axis,) = step.axes
-    to_sum, count, scale = _op(step.dst, axis) == "sum", mesh.shape[axis], mesh.backend.ops.scale
-    return lambda local: scale(local, count, divide=to_sum)
+    to_sum, num_ranks = _op(step.dst, axis) == "sum", mesh.shape[axis]
+    return lambda local: mesh.backend.ops.scale(local, num_ranks, divide=to_sum)
 
 
 def _axes(step: Step) -> Axes:

@@ -21,7 +21,7 @@ from hyper_parallel.runtime import Capabilities, DeviceMesh, override_backend
 
 Array = np.ndarray[Any, Any]
 Call = tuple[Any, ...]
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 100.0  # a loaded machine may stall for a while; pytest stops a test at 120
 GARBAGE = 77
 
 _REDUCE: dict[str, Callable[[Array, Array], Array]] = {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hyper_parallel.core import (
     AbstractMesh,
     Layout,
+    Packed,
     Partial,
     Replicate,
     Shard,
@@ -120,6 +121,13 @@ def test_execute_strided_pairs_on_two_axes(grid, shape):
     check_moves(grid, [Move(shape, src, dst) for src, dst in pairs[::7]])
 
 
+def test_execute_agrees_on_equal_parts_where_some_ranks_parts_lie_scattered():
+    packed = Packed(1, (1, 3))
+    moves = [Move((8, 4), (packed, Replicate()), (Shard(0), Shard(1)))]
+    moves.append(Move((8, 4), (Replicate(), packed), (StridedShard(1, 3), Shard(0))))
+    check_moves(np.array([[2, 1], [0, 3]]), moves)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
@@ -207,12 +215,25 @@ MESH_PAIRS = [
 ]
 
 
+def pairs_between(grid, other, shape):
+    """Every pair of a layout on one mesh and one on another."""
+    ends = [layouts_on(np.array(g), shape) for g in (grid, other)]
+    return list(itertools.product(*ends))
+
+
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
 @pytest.mark.parametrize("grid, other", MESH_PAIRS, ids=str)
 def test_execute_between_meshes(grid, other, shape):
-    ends = [layouts_on(np.array(g), shape) for g in (grid, other)]
-    pairs = list(itertools.product(*ends))
+    pairs = pairs_between(grid, other, shape)
     check_between(grid, other, pairs[:: max(len(pairs) // 60, 1)], shape)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+@pytest.mark.parametrize("grid, other", MESH_PAIRS, ids=str)
+def test_execute_every_pair_between_meshes(grid, other, shape):
+    check_between(grid, other, pairs_between(grid, other, shape), shape)
 
 
 @pytest.mark.parametrize("grid, other", MESH_PAIRS, ids=str)

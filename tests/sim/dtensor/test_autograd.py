@@ -77,13 +77,13 @@ def test_create_graph_is_refused_through_moves():
     x, _, mesh = leaf()
     local = torch.ones(2, 6, requires_grad=True)
     losses = {
-        "DTensor.redistribute": x.redistribute(mesh, [Replicate()]),
+        "DTensor gradient": x.redistribute(mesh, [Replicate()]),
         "DTensor.to_local": x.to_local(grad_placements=[Shard(0)]),
         "DTensor.from_local": DTensor.from_local(local, mesh, [Shard(0)]),
     }
     for where, loss in losses.items():
         at = local if "from" in where else x
-        seed = torch.ones_like(loss).detach()
+        seed = torch.ones_like(loss).detach().requires_grad_()
         with pytest.raises(HyperParallelError, match=f"{where}: backward must run without create"):
             torch.autograd.grad(loss, [at], seed, create_graph=True)
 
@@ -96,6 +96,17 @@ def test_gradients_that_create_a_graph_keep_it():
     first, x.grad = x.grad, None
     same(first, 3 * whole * whole)
     first.sum().backward()
+    same(x.grad, 6 * whole)
+
+
+@simulate(2)
+def test_second_derivatives_pass_moves_that_hand_gradients_on_as_they_are():
+    whole = seeded(4, 6)
+    mesh = line(2)
+    x = laid(whole, mesh, Replicate(), requires_grad=True)
+    y = x.redistribute(mesh, [Partial()]).redistribute(mesh, [Replicate()])
+    (slope,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
+    slope.sum().backward()
     same(x.grad, 6 * whole)
 
 
