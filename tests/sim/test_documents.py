@@ -25,7 +25,9 @@ CODE = re.compile(r"`([^`\n]+)`")
 NOTE = re.compile(r"\[(Note: [a-z ]+)\]")
 PATH = re.compile(r"\.?[\w.-]+(/[\w.-]+)*/|[\w./-]+\.(py|md|txt|toml)|\.ci/run")
 DOTTED = re.compile(r"hyper_parallel(\.\w+)+")
-MAKE = re.compile(r"\bmake ([a-z]+)\b")
+# Environments, which make makes, and the files in a wheel.
+ELSEWHERE = (".venv", "torch_npu/")
+MAKE = re.compile(r"\bmake ([a-z-]+)\b")
 
 
 class Block(NamedTuple):
@@ -117,12 +119,11 @@ def name_problems(path: Path) -> list[str]:
     for code in CODE.findall(text):
         found = [path.parent / code, ROOT / code]
         if PATH.fullmatch(code) and not any(place.exists() for place in found):
-            # Environments are made by make, and are not there in every checkout.
-            problems += [] if code.startswith(".venv") else [f"path {code}"]
+            problems += [] if code.startswith(ELSEWHERE) else [f"path {code}"]
         if DOTTED.fullmatch(code) and not PATH.fullmatch(code) and not resolves(code):
             problems.append(f"name {code}")
     problems += [f"{note} in the code" for note in NOTE.findall(text) if note not in notes()]
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     bash = "".join(block.text for block in blocks(path) if block.kind == "bash")
     commands = "\n".join([*CODE.findall(text), bash])
     problems += [f"make {word}" for word in MAKE.findall(commands) if word not in targets]
