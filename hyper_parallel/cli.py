@@ -64,7 +64,8 @@ def _doctor(options: argparse.Namespace) -> int:
     reports: list[Any] = []
     with without_autoload():
         usable = {one["name"] for one in found["backends"] if one["available"]}
-        lacking = [name for name in options.backend or () if name not in usable]
+        wanted = names if options.conformance else options.backend or ()
+        lacking = [name for name in wanted if name not in usable]
         problems += [f"backend {name!r} cannot be used here" for name in lacking]
         try:
             if not options.no_bandwidth:

@@ -68,15 +68,17 @@ def replicated(cls: type[Any], value: torch.Tensor, mesh: Any) -> Any:
     return FromLocal.apply(cls, value, layout, None)
 
 
-def plain_operand(where: str, **found: Any) -> LayoutError:
-    """Give the error of a plain tensor among DTensors."""
-    return LayoutError(
-        describe(
-            where,
-            "every tensor operand must be a DTensor",
-            "Say where the plain tensor is with DTensor.from_local or distribute_tensor, take the"
-            " DTensor's part with to_local(), or, if every rank has the same, work inside"
-            " `with implicit_replication():`",
-            **found,
-        )
+def plain_operand(where: str, value: torch.Tensor, **found: Any) -> LayoutError:
+    """Give the error of a tensor that is not ours among DTensors."""
+    must = "every tensor operand must be a DTensor"
+    do = (
+        "Say where the plain tensor is with DTensor.from_local or distribute_tensor, take the"
+        " DTensor's part with to_local(), or, if every rank has the same, work inside"
+        " hyper_parallel's `with implicit_replication():`"
     )
+    if is_torch_dtensor(value):
+        must += " of hyper_parallel"
+        do = "Convert torch's with from_torch of hyper_parallel.dtensor.interop"
+    elif where.endswith("'cross_entropy'"):
+        do += "; losses on cut logits take plain targets inside `with loss_parallel():`"
+    return LayoutError(describe(where, must, do, **found, shape=tuple(value.shape)))

@@ -286,7 +286,7 @@ def _operand(
         # A plain full tensor, as load_state_dict copies in: every rank takes its own part.
         return move(value, layout.replicated, layout)
     elif not is_copy:
-        raise plain_operand(where, shape=tuple(value.shape))
+        raise plain_operand(where, value)
     raise LayoutError(
         describe(
             where,

@@ -264,4 +264,4 @@ def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
 def _refuse_plain(cls: type[Any], name: str, flat: list[Any]) -> None:
     for i, leaf in enumerate(flat):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim:
-            raise plain_operand(f"DTensor op {name!r}", argument=i, shape=tuple(leaf.shape))
+            raise plain_operand(f"DTensor op {name!r}", leaf, argument=i)

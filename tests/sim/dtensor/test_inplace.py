@@ -382,9 +382,14 @@ def test_torch_finds_recorded_writes_into_what_was_saved_and_hooks_see_their_gra
     assert torch.equal(part, y.to_local())
     y.sum().backward()
     assert seen == [1, 2]  # as of plain tensors
+    x.grad = None
     moved = x.redistribute(line(2), [Shard(1)])
+    moved.mul_(2)
+    (moved * moved).sum().backward()
+    same(x, seeded(5, 6))
+    same(x.grad, 8 * seeded(5, 6))
     with pytest.raises(LayoutError, match="element-wise in-place ops on results of ops"):
-        moved.mul_(2)
+        x.redistribute(line(2), [Shard(0)]).mul_(2)
     empty_on_some = laid(seeded(1, 6), line(2), Shard(0), requires_grad=True) * 2
     with pytest.raises(LayoutError, match="must not need a gradient"):
         empty_on_some.mul_(2)
