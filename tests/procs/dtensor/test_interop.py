@@ -99,6 +99,9 @@ def users_own():
         sharded_axes(pending)
     with pytest.raises(LayoutError, match=r"must be torch's DTensor, but got tensor='Tensor'"):
         from_torch(torch.ones(2))
+    mixed = "must be a DTensor of hyper_parallel, but got .*Convert torch's with from_torch"
+    with pytest.raises(LayoutError, match=mixed):
+        torch.add(ours, theirs.detach())
     assert num_groups() == before
     return torch.equal(ours.full_tensor(), theirs.full_tensor())
 

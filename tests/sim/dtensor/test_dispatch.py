@@ -225,6 +225,8 @@ def test_plain_tensors_mixed_in_are_refused():
         ):
             op()
     same(x * torch.tensor(2.0), x.full_tensor() * 2)
+    with pytest.raises(LayoutError, match=r"'cross_entropy': .*inside `with loss_parallel\(\):`"):
+        F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long))
 
 
 @simulate(2)
