@@ -19,6 +19,7 @@ __all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _run_engine = torch.autograd.graph._engine_run_backward
+_graph_task = torch._C._current_graph_task_id
 _ACCUMULATING = {"allow_unreachable": True, "accumulate_grad": True}
 
 
@@ -79,8 +80,10 @@ def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[A
             if grad.shape != output.shape:
                 _refuse_shape("backward", output, grad)
             seeds.append(plain_gradient(grad, layout))
-        elif layout.is_replicated:
-            seeds.append(grad)
+        elif layout.is_replicated or _is_in_backward():
+            seeds.append(
+                grad
+            )  # there it is local: torch's zeros for an unused result of a Function
         else:
             raise LayoutError(
                 describe(
@@ -91,6 +94,11 @@ def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[A
                 )
             )
     return parts, seeds
+
+
+def _is_in_backward() -> bool:
+    """Tell whether a Function's backward asks, as that of a reentrant checkpoint does."""
+    return _graph_task() >= 0
 
 
 def _one(output: Any) -> Any:

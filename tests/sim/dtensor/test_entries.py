@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import DTensor, Replicate, Shard, simulate
 from hyper_parallel.errors import LayoutError
@@ -84,3 +85,16 @@ def test_a_number_to_the_power_of_each_of_a_list():
         assert isinstance(result[0], DTensor)
         same(result[0], 2.0 ** seeded(4, 6))
         assert result[1] == 4
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_may_give_a_result_that_is_not_used(use_reentrant):
+    @simulate(2)
+    def run():
+        x, whole = leaf()
+        for a in (x, whole):
+            used, _ = checkpoint(lambda h: (h * h, h.exp()), a, use_reentrant=use_reentrant)
+            used.sum().backward()
+        same(x.grad, whole.grad)
+
+    run()
