@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from hyper_parallel.core import Layout, Replicate
-from hyper_parallel.dtensor import entries, inplace, lists, ops
+from hyper_parallel.dtensor import entries, inplace, lists, ops, views
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.pending import bare, is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.signatures import op_name
@@ -232,7 +232,7 @@ def _view_in_place(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 _SAID_OTHERWISE: dict[str, Callable[..., Any]] = {
     "dim": lambda x: x.ndim,  # Tensor.ndimension
     "detach_": _detach_in_place,
-    "view_as": lambda x, other: x.view(other.shape),
+    "view_as": views.view_as,
     "reshape_as": lambda x, other: x.reshape(other.shape),
     "expand_as": lambda x, other: x.expand(other.shape),
     "broadcast_to": lambda x, size: x.expand(size),
@@ -260,7 +260,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 _ENGINE_UNARY = frozenset(
     "detach alias clone zeros_like ones_like empty_like new_empty_strided _to_copy view neg"
-    " _has_compatible_shallow_copy_type".split()
+    " isnan _has_compatible_shallow_copy_type".split()
 )
 
 
@@ -278,12 +278,12 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
             describe(
                 f"aten.{name}",
                 "torch must not run this op on the local part of a DTensor behind its back",
-                "Call it on the DTensor from Python, or on to_local()",
+                "Call it on the DTensor from Python, outside of torch.func, or on to_local()",
             )
         )
     source = args[0]
     result = func(*[x._local if isinstance(x, cls) else x for x in args], **kwargs)
-    if not isinstance(result, torch.Tensor):
+    if not isinstance(result, torch.Tensor) or name == "isnan":  # of this rank's part
         return result
     layout = source._layout.cotangent if name == "ones_like" else source._layout
     return cls(result, layout)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -19,6 +19,7 @@ __all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _run_engine = torch.autograd.graph._engine_run_backward
+_graph_task = torch._C._current_graph_task_id
 _ACCUMULATING = {"allow_unreachable": True, "accumulate_grad": True}
 
 
@@ -59,6 +60,8 @@ def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[A
     """Give plain tensors, so that the engine is entered without us, and what each starts with."""
     outputs = _as_list(tensors)
     given = [None] * len(outputs) if grads is None else _as_list(grads)
+    if len(given) != len(outputs):
+        raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
     parts: list[Any] = []
     seeds: list[Any] = []
     for output, grad in zip(outputs, given, strict=True):
@@ -74,9 +77,13 @@ def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[A
         if grad is None:
             seeds.append(_one(output))
         elif isinstance(grad, cls):
+            if grad.shape != output.shape:
+                _refuse_shape("backward", output, grad)
             seeds.append(plain_gradient(grad, layout))
-        elif layout.is_replicated:
-            seeds.append(grad)
+        elif layout.is_replicated or _is_in_backward():
+            seeds.append(
+                grad
+            )  # there it is local: torch's zeros for an unused result of a Function
         else:
             raise LayoutError(
                 describe(
@@ -89,11 +96,20 @@ def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[A
     return parts, seeds
 
 
+def _is_in_backward() -> bool:
+    """Tell whether a Function's backward asks, as that of a reentrant checkpoint does."""
+    return _graph_task() >= 0
+
+
 def _one(output: Any) -> Any:
     if isinstance(output, GradientEdge):
         return None
     if output.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    if not output.dtype.is_floating_point:
+        raise RuntimeError(
+            f"grad can be implicitly created only for real scalar outputs but got {output.dtype}"
+        )
     return torch.ones_like(getattr(output, "_local", output).detach())
 
 
@@ -197,19 +213,23 @@ def write_grad(tensor: Any, value: Any = None) -> None:
     local = None
     if value is not None:
         if not isinstance(value, type(tensor)) or value.shape != tensor.shape:
-            raise LayoutError(
-                describe(
-                    "DTensor.grad",
-                    f"the gradient must be a DTensor of global shape {tuple(tensor.shape)}",
-                    "Wrap a local gradient with DTensor.from_local",
-                    grad=type(value).__name__,
-                    shape=tuple(value.shape),
-                )
-            )
+            _refuse_shape("DTensor.grad", tensor, value)
         local = value.local_in(tensor._layout.cotangent)
     tensor._shown_grad = None
     with without_torch_function():
         _set_grad(tensor if tensor._graph is None else tensor._graph, local)
+
+
+def _refuse_shape(where: str, tensor: Any, grad: Any) -> NoReturn:
+    raise LayoutError(
+        describe(
+            where,
+            f"the gradient must be a DTensor of global shape {tuple(tensor.shape)}",
+            "Wrap a local gradient with DTensor.from_local",
+            grad=type(grad).__name__,
+            shape=tuple(getattr(grad, "shape", ())),
+        )
+    )
 
 
 def register_hook(cls: type[Any], tensor: Any, hook: Callable[[Any], Any]) -> Any:

@@ -45,6 +45,8 @@ def list_op(
     if name in _ONE_BY_ONE:
         one = _ONE_BY_ONE[name]
         return tuple(one(tensor, *args[1:], **kwargs) for tensor in args[0])
+    if type(args[0]) in _NUMBERS:  # _foreach_pow(number, tensors)
+        return tuple(torch.pow(args[0], tensor, **kwargs) for tensor in args[1])
     _refuse_name(name)
     first: Sequence[Any] = args[0]
     layouts = _layouts_of(cls, first)

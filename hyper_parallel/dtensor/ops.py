@@ -20,10 +20,11 @@ from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call, remember
 from hyper_parallel.dtensor.local_op import needs_grad
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.outside import outside
+from hyper_parallel.dtensor.pending import bare
 from hyper_parallel.dtensor.random import agree, given_generator, own_draw
 from hyper_parallel.dtensor.read import refuse_other_meshes
 from hyper_parallel.dtensor.result_shapes import on_meta
-from hyper_parallel.dtensor.signatures import bind_call, by_name, op_name
+from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.dtensor.views import gives_views, memory_of
 from hyper_parallel.errors import LayoutError, describe
 
@@ -89,8 +90,7 @@ def _run_first(
     if kwargs:
         _refuse_options(name, kwargs)
     refuse_other_meshes(f"DTensor op {name!r}", [t._layout.mesh for t in tensors])
-    bound = bind_call(name, func, args, kwargs)
-    order = _order(tensors, [t for t in bound.operands if isinstance(t, cls)])
+    bound, order = _bind(cls, name, func, (args, kwargs), tensors)
     spec = None
     if order is not None:
         operands = [tensors[i] for i in order]
@@ -123,6 +123,22 @@ def _run_first(
     if has_rule and not spec.random and raw is not None and not updated:
         remember(raw, known)
     return result
+
+
+def _bind(
+    cls: type[Any], name: str, func: Any, call: tuple[Any, Any], tensors: list[Any]
+) -> tuple[BoundCall, Sequence[int] | None]:
+    """Tell operands from static arguments, and each operand's place among the tensors."""
+    args, kwargs = call
+    if kwargs and len(set(map(id, tensors))) < len(tensors):
+        # The names may be in any order, so what is named twice has a stand-in for each name.
+        tensors = [cls(bare(t), t._layout) for t in tensors]
+        stand_ins = iter(tensors)
+        flat, tree = tree_flatten(call)
+        flat = [next(stand_ins) if isinstance(leaf, cls) else leaf for leaf in flat]
+        args, kwargs = tree_unflatten(flat, tree)
+    bound = bind_call(name, func, args, kwargs)
+    return bound, _order(tensors, [t for t in bound.operands if isinstance(t, cls)])
 
 
 def _order(tensors: list[Any], operands: list[Any]) -> Sequence[int] | None:

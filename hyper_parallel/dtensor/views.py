@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results of ops are views, and which of these are views of a copy.
+"""Which results of ops are views, and which of these are views of a copy; views that torch makes.
 
 [Note: lost writes] A view of a DTensor that had to be gathered is a view of a copy: an in-place op
 on it would change the copy only. A moved operand carries a mark that views of it inherit and that
@@ -15,10 +15,12 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.dtensor.decisions import Spec
+from hyper_parallel.dtensor.local_op import graph_part, needs_grad
 from hyper_parallel.dtensor.pending import bare
 from hyper_parallel.dtensor.signatures import BoundCall
+from hyper_parallel.dtensor.wrapping import wrap
 
-__all__ = ["gives_views", "mark_views", "memory_of"]
+__all__ = ["gives_views", "mark_views", "memory_of", "view_as"]
 
 _VIEWS = frozenset(
     "t mT mH transpose permute movedim view reshape flatten unflatten squeeze unsqueeze"
@@ -89,3 +91,10 @@ def _mark_copies(spec: Spec, operands: Sequence[Any], values: list[Any], may_cop
         at = memory_of(bare(value))
         if is_made or at in lost or (owners is not None and at not in owners):
             value._write_is_lost = True
+
+
+def view_as(tensor: Any, other: Any) -> Any:
+    """Serve `x.view_as(y)`; of a leaf as itself torch looks for the leaf one step behind it."""
+    if other is tensor and tensor._graph is None and needs_grad((tensor,)) and tensor.is_leaf:
+        return wrap(type(tensor), graph_part(tensor), tensor._layout)
+    return tensor.view(other.shape)

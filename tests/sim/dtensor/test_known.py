@@ -300,3 +300,28 @@ def test_a_pending_sum_known_by_heart():
     whole = laid(torch.ones(8, 8), mesh, Replicate())
     torch.nn.init.zeros_(whole[:2])
     assert whole.sum().item() == 48
+
+
+TWICE = {
+    "linear": lambda x: F.linear(weight=x, input=x),
+    "matmul": lambda x: torch.matmul(other=x, input=x),
+    "addmm": lambda x: torch.addmm(x, mat2=x, mat1=x),
+    "linear in order": lambda x: F.linear(x, weight=x),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
+def test_one_tensor_may_be_named_twice_in_any_order(placement):
+    @simulate(2)
+    def run():
+        x = laid(seeded(4, 4), line(2), placement, requires_grad=True)
+        whole = seeded(4, 4).requires_grad_()
+        for call in TWICE.values():
+            for _ in range(2):
+                ours, wanted = call(x), call(whole)
+                same(ours, wanted)
+                ours.sum().backward()
+                wanted.sum().backward()
+        same(x.grad, whole.grad)
+
+    run()
