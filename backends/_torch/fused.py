@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FusedKernel: what the fused matmuls of torch's backends check alike."""
+"""FusedKernel: what the fused matmuls of torch's backends check alike.
+
+[Note: verdicts] What one rank sees of a group another may not: how many devices there are, which
+groups it has been in. So the ranks of a group agree once, at its first call that is within the
+limits of all calls, and keep to that as long as the group exists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, MutableMapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +17,10 @@ import torch.distributed as dist
 
 from hyper_parallel.backends._torch.dtypes import name_of as _name
 
-__all__ = ["FusedKernel"]
+__all__ = ["FusedKernel", "verdicts"]
+
+# Why a group has no kernels, "" where it has; see [Note: verdicts].
+verdicts: MutableMapping[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 class FusedKernel:
@@ -27,7 +36,7 @@ class FusedKernel:
     dtypes: tuple[torch.dtype, ...]
 
     def __init__(self, kind: str, communicator: Any) -> None:
-        self.kind = kind
+        self.kind, self._communicator = kind, communicator
         self.ranks: tuple[int, ...] = communicator.ranks
         self.group: dist.ProcessGroup = communicator.group
 
@@ -36,7 +45,11 @@ class FusedKernel:
         raise NotImplementedError
 
     def refusal(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
-        """Say which limit keeps it from serving this call, or None; alike on all ranks."""
+        """Say which limit keeps it from serving this call, or None; alike on all ranks.
+
+        Communicates:
+            An exchange of one number, at the group's first call.
+        """
         if list(self.ranks) != sorted(self.ranks):
             return "the mesh must list the group's ranks in ascending order"
         if {x.device.type, w.device.type} != {self.device_type}:
@@ -46,8 +59,22 @@ class FusedKernel:
             return f"the dtypes must be one of {known}, but are {_name(x.dtype)}, {_name(w.dtype)}"
         if not (x.numel() and w.numel()):
             return "the matrices must have elements"
-        return self.limit(x, w)
+        return self.limit(x, w) or self._verdict()
 
     def limit(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
         """Say what else keeps this library's kernels from serving a call, or None."""
+        del x, w
+        return None
+
+    def group_limit(self) -> str | None:
+        """Say what this rank knows to keep kernels from the group, or None."""
         raise NotImplementedError
+
+    def _verdict(self) -> str | None:
+        found = verdicts.get(self.group)
+        if found is None:
+            mine = self.group_limit()
+            able = self._communicator.all_gather_ints([int(mine is None)])
+            others = "" if all(n for (n,) in able) else "another rank of the group cannot run it"
+            found = verdicts[self.group] = mine or others
+        return found or None

@@ -123,14 +123,19 @@ def joint_group(ranks: Ranks, name: str) -> dist.ProcessGroup:
     return known.by_members[ranks]
 
 
+def _let_go() -> None:
+    """End the groups of destroyed worlds; see [Note: threads at exit]."""
+    gc.collect()
+
+
 def _here() -> _Known:
     """Give what is known in this world, nothing in a new one."""
     global _known
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     if _known is None or _known.world() is not world:
         _known = _Known(world)
-        atexit.unregister(gc.collect)
-        atexit.register(gc.collect)  # see [Note: threads at exit]
+        atexit.unregister(_let_go)
+        atexit.register(_let_go)
     return _known
 
 

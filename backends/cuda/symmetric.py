@@ -2,7 +2,8 @@
 """SymmetricMatmul: torch's matmuls over symmetric memory, which move and multiply in turns.
 
 [Note: peers] The GPUs of a group must read each other's memory: one host, every pair linked. That
-is read off what torchrun sets, and asked of all pairs, so that all ranks find the same.
+is read off what torchrun sets, and asked of all pairs; ranks that find otherwise agree, see [Note:
+verdicts].
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SymmetricMatmul(FusedKernel):
         """Tell whether this torch has the op."""
         return _op(self.ops[self.kind]) is not None
 
-    def limit(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
+    def group_limit(self) -> str | None:
         """Say why the GPUs of the group cannot read each other's memory, or None."""
         return why_no_peers(self.ranks)
 

@@ -2,30 +2,28 @@
 """Mc2Matmul: matmuls of torch_npu that communicate through HCCL meanwhile (MC2).
 
 [Note: one MC2 group] On some chips all MC2 kernels of a process must use one communicator. So the
-first group that runs one is the only one, as long as it exists.
+first group that may run one is the only one, as long as it exists.
 """
 
 from __future__ import annotations
 
 import importlib
-import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.backends._torch.fused import FusedKernel
+from hyper_parallel.backends._torch.fused import FusedKernel, verdicts
 from hyper_parallel.backends.npu.formats import NpuOps
 
 __all__ = ["Mc2Matmul"]
-# Documented up to 32 on some chips, and seen to fail with 16 there.
+# Documented up to 32 on some chips; fewer until a device has shown more.
 _GROUP_SIZES = (2, 4, 8)
 _INNER = range(256, 65535)
 _ALL_REDUCE_CHIP = "Ascend910B"
 
 _ops = NpuOps()
-_first: weakref.ref[dist.ProcessGroup] | None = None  # see [Note: one MC2 group]
 
 
 class Mc2Matmul(FusedKernel):
@@ -56,16 +54,18 @@ class Mc2Matmul(FusedKernel):
             name = torch.get_device_module("npu").get_device_name()
             if not name.startswith(_ALL_REDUCE_CHIP):
                 return f"MC2 has this kind on {_ALL_REDUCE_CHIP} only, not on {name}"
-        first_group = None if _first is None else _first()
-        if first_group is not None and first_group is not self.group:
-            ranks = tuple(dist.get_process_group_ranks(first_group))
-            return f"MC2 is used with one group in a process, here that of ranks {ranks}"
+        return None
+
+    def group_limit(self) -> str | None:
+        """Say which other group has MC2; see [Note: one MC2 group]."""
+        for group, refusal in verdicts.items():
+            if not refusal:
+                ranks = tuple(dist.get_process_group_ranks(group))
+                return f"MC2 is used with one group in a process, here that of ranks {ranks}"
         return None
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> Any:
         """Run the op on the group's HCCL communicator, which the first call makes."""
-        global _first
-        _first = weakref.ref(self.group)
         op = getattr(importlib.import_module("torch_npu"), self.ops[self.kind])
         backend: Any = self.group._get_backend(torch.device("npu"))
         comm = backend.get_hccl_comm_name(dist.get_rank())

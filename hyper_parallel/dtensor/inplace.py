@@ -100,7 +100,6 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
         func(*local_others, **local_named, out=target._local)
     elif is_recorded:  # torch tells aliases and views, and finds what was saved for backward
         func(target._graph, *local_others, **local_named)
-        target._parts, target._is_ready = None, False
     else:
         func(target._local, *local_others, **local_named)
     return target

@@ -14,6 +14,7 @@ from hyper_parallel.core import Layout, Placement, Replicate
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.inplace import is_pointwise, refuse_gradient, refuse_lost_write
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.read import refuse_other_meshes
 from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -146,6 +147,8 @@ def _list_operand(cls: type[Any], name: str, value: Any, layout: Layout | None) 
             return value.local_in(own.replicated)
         if layout == own:
             return value._local
+        if layout is not None:
+            refuse_other_meshes(f"DTensor op {name!r}", (layout.mesh, own.mesh))
         target = None if layout is None or is_fused else _broadcast(own, layout)
         if target is not None:
             return move(value._local, own, target)
@@ -182,13 +185,14 @@ def _broadcast(own: Layout, layout: Layout) -> Layout | None:
 
 def _share_found(layouts: list[Layout | None], found: torch.Tensor) -> None:
     """Tell every rank that holds a part of some gradient whether any part is infinite."""
-    axes = {
+    axes = dict.fromkeys(
         (layout.mesh, axis)
         for layout in layouts
         if layout is not None
         for axis, placement in enumerate(layout.placements)
         if placement.cut_dim is not None and layout.mesh.shape[axis] > 1
-    }
+    )
+    # Of one rank set in the order of the list, which all its ranks have.
     for mesh, axis in sorted(axes, key=lambda entry: (entry[0].ranks, entry[1])):
         assert isinstance(mesh, DeviceMesh)  # noqa: S101
         if mesh.get_coordinate() is not None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from hyper_parallel.core import Layout
+from hyper_parallel.core import Layout, plan
 from hyper_parallel.dtensor.moves import (
     PLAIN,
     How,
@@ -58,7 +58,7 @@ def needs_grad(tensors: Sequence[Any]) -> bool:
     """Tell whether an op on these DTensors is recorded."""
     if not _is_grad_enabled():
         for tensor in tensors:  # perhaps within the forward of a Function
-            if tensor._graph is not None and not tensor._is_ready:
+            if tensor._graph is not None:
                 expect_wrapped(tensor)
         return False
     for tensor in tensors:
@@ -95,9 +95,10 @@ def expect_wrapped(tensor: Any) -> None:
 
     Called where a Function is seen to work on the tensor: torch's own nodes take plain ones.
     """
-    if tensor._graph is None or tensor._is_ready:
+    graph = tensor._graph
+    if graph is None or tensor._ready_at == graph._version:
         return
-    tensor._is_ready = True
+    tensor._ready_at = graph._version  # a write, through any alias, makes another node
     cls, target = type(tensor), tensor._layout.cotangent
 
     def unwrap(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -113,6 +114,9 @@ def redistributed(tensor: Any, layout: Layout, how: How = PLAIN) -> Any:
     cls, src, is_recorded = type(tensor), tensor._layout, needs_grad((tensor,))
     if how is PLAIN:
         if is_recorded:
+            if src is layout or not len(plan(src, layout)):
+                part = graph_part(tensor)  # an alias, which torch knows of
+                return wrap(cls, part.view_as(part), layout)
             return wrap(cls, _lend(tensor, layout.cotangent, layout), layout)
         return wrap(cls, move(tensor._local, src, layout), layout)
     if is_recorded:
@@ -154,12 +158,12 @@ def graph_part(tensor: Any, lies: Layout | None = None) -> torch.Tensor:
                 with without_dispatch():
                     return _as_subclass(tensor, _Plain)
             return _lend(tensor, lies)
-    parts = tensor._parts
-    if parts is None:
-        parts = tensor._parts = {}
-    found = parts.get(lies)
+    parts, version = tensor._parts, (local if own is None else own)._version
+    if parts is None or parts[0] != version:  # a write, through any alias, makes another graph
+        parts = tensor._parts = (version, {})
+    found = parts[1].get(lies)
     if found is None:
-        found = parts[lies] = _connect(tensor, lies)
+        found = parts[1][lies] = _connect(tensor, lies)
     return found
 
 

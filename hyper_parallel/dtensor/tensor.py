@@ -78,9 +78,9 @@ class DTensor(torch.Tensor):
     """Whether it is a view that a dense tensor would not have contiguous; see views.py."""
     _graph: torch.Tensor | None = None
     """The plain local result that it is an alias of; see [Note: above autograd] in local_op.py."""
-    _is_ready: bool = False
+    _ready_at: int = -1
     """Whether Functions may give it DTensors as gradients; see `expect_wrapped` in local_op.py."""
-    _parts: dict[Layout | None, torch.Tensor] | None = None
+    _parts: tuple[int, dict[Layout | None, torch.Tensor]] | None = None
     """What `graph_part` has handed out, by the layout of its gradients."""
 
     @staticmethod

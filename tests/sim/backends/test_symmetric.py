@@ -54,3 +54,26 @@ def test_gpus_must_read_each_others_memory(monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: linked and a != b)
     said = symmetric.why_no_peers.__wrapped__((2, 3))
     assert said is None if text is None else text in said
+
+
+class Group:
+    """What stands for a process group."""
+
+
+@pytest.mark.parametrize("case", ["all can", "another cannot", "this cannot"])
+def test_ranks_of_a_group_agree_once(monkeypatch, case):
+    told = []
+
+    def all_gather_ints(values):
+        told.append(values)
+        return [tuple(values), (int(case != "another cannot"),)]
+
+    mine = "no link" if case == "this cannot" else None
+    monkeypatch.setattr(symmetric, "why_no_peers", lambda ranks: mine)
+    monkeypatch.setattr(symmetric.SymmetricMatmul, "device_type", "cpu")
+    comm = SimpleNamespace(ranks=(0, 1), group=Group(), all_gather_ints=all_gather_ints)
+    kernel = symmetric.SymmetricMatmul("all_gather_matmul", comm)
+    want = {"all can": None, "another cannot": "another rank of the group cannot run it"}
+    for _ in range(2):
+        assert kernel.refusal(torch.ones(2, 3), torch.ones(3, 2)) == want.get(case, mine)
+    assert told == [[int(mine is None)]]
