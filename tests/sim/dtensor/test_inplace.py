@@ -11,7 +11,7 @@ from torch import nn
 from hyper_parallel import DeviceMesh, DTensor, Partial, Replicate, Shard, simulate, strict_rules
 from hyper_parallel.dtensor import lists
 from hyper_parallel.errors import LayoutError, RuleError
-from support.device import DTYPE
+from support.device import DEVICE, DTYPE
 from support.dtensors import laid, line, parameter, same, seeded
 
 gathers = pytest.mark.filterwarnings("ignore:DTensor op .* has no sharding rule")
@@ -134,6 +134,56 @@ WRITES = {
     "mask": lambda x, i, y: x.__setitem__(x > 0, 0.0),
     "rows by mask": lambda x, i, y: x.__setitem__(x[:, 0] > 0, y[0]),
 }
+
+
+ALIASED = {
+    "itself": lambda x: x.mul_(3),
+    "a view": lambda x: x.view(12).mul_(3),
+    "a transpose": lambda x: x.t().mul_(3),
+    "the local part": lambda x: x.to_local().mul_(3),
+    "a move of nothing": lambda x: x.redistribute(x.device_mesh, x.placements).mul_(3),
+}
+
+
+@pytest.mark.parametrize("case", ALIASED)
+@simulate(2)
+def test_recorded_writes_through_aliases_renew_what_ops_were_lent(case):
+    weight = laid(seeded(4, 4), line(2), Shard(1))
+    leaf = laid(seeded(3, 4), line(2), Replicate(), requires_grad=True)
+    x = leaf * 2
+    rows = x[:2]
+    for tensor in (x, rows):
+        torch.matmul(tensor, weight)  # lends a part, whose gradient is a pending sum
+    ALIASED[case](x)
+    ((x @ weight).sum() + (rows @ weight).sum()).backward()
+    plain = seeded(3, 4).requires_grad_()
+    y = plain * 2
+    y = y * 3
+    ((y @ seeded(4, 4)).sum() + (y[:2] @ seeded(4, 4)).sum()).backward()
+    same(leaf.grad, plain.grad)
+
+
+@simulate(2)
+def test_a_move_without_steps_is_an_alias_that_autograd_knows_of():
+    for mesh, src, dst in ((line(1), Replicate(), Shard(0)), (line(2), Shard(0), Shard(0))):
+        leaf = laid(seeded(4), mesh, src, requires_grad=True)
+        if mesh.get_coordinate() is None:
+            continue
+        x = leaf * 2
+        x.redistribute(mesh, [dst]).mul_(3)
+        x.sum().backward()
+        same(x, seeded(4) * 6)
+        same(leaf.grad, torch.full((4,), 6.0, dtype=DTYPE))
+
+
+@simulate(2)
+def test_list_ops_refuse_operands_of_another_mesh():
+    one, other = (
+        laid(seeded(4), DeviceMesh(DEVICE, ranks), Shard(0)) for ranks in ([0, 1], [1, 0])
+    )
+    for op in (torch._foreach_add, torch._foreach_copy_):
+        with pytest.raises(LayoutError, match="all operands must be on one mesh"):
+            op([one], [other])
 
 
 @gathers

@@ -15,6 +15,7 @@ from torch import nn, optim
 from torch.optim import swa_utils
 
 from hyper_parallel import (
+    DeviceMesh,
     DTensor,
     LayoutError,
     Replicate,
@@ -26,7 +27,8 @@ from hyper_parallel import (
     simulate,
     step_locally,
 )
-from support.device import DTYPE, TOLERANCE
+from hyper_parallel.dtensor import lists
+from support.device import DEVICE, DTYPE, TOLERANCE
 from support.dtensors import laid, line, parameter, same, seeded
 
 OPTIMIZERS = {
@@ -294,6 +296,30 @@ def test_grad_scaler_skips_the_step_on_all_ranks(fused, local):
         equal(ours.parameters(), plain.parameters())
 
     run()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_infinite_gradients_are_told_over_meshes_of_the_same_ranks_in_the_lists_order(
+    reverse, monkeypatch
+):
+    seen, reduce = {}, lists.reduce
+
+    def watched(mesh, axis, *rest):
+        seen.setdefault(mesh.get_rank(), []).append((mesh.shape, axis))
+        return reduce(mesh, axis, *rest)
+
+    monkeypatch.setattr(lists, "reduce", watched)
+
+    @simulate(4)
+    def run():
+        meshes = [line(4), DeviceMesh(DEVICE, [[0, 1], [2, 3]])]
+        meshes = meshes[::-1] if reverse else meshes
+        grads = [laid(torch.ones(4), mesh, *[Shard(0)] * mesh.ndim) for mesh in meshes]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.ones(()))
+        return [mesh.shape for mesh in meshes]
+
+    first = [(shape, 0) for shape in run()[0]]
+    assert seen == {rank: [*first, ((2, 2), 1)] for rank in range(4)}
 
 
 AVERAGES = {
