@@ -52,7 +52,7 @@ def _named(method: F) -> F:
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             given = signature.bind(self, *args, **kwargs).arguments
-            raise self._failed(method.__name__, given, error) from error
+            raise self.explain(method.__name__, given, error) from error
 
     return cast(F, run)
 
@@ -113,7 +113,7 @@ class TorchCommunicator:
                 return TorchWork(self._faults, "all_reduce", given, work, x)
             return self._end(work, x)
         except RuntimeError as error:
-            raise self._failed("all_reduce", given, error) from error
+            raise self.explain("all_reduce", given, error) from error
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce, then keep the own one of n equal pieces of dim 0."""
@@ -134,7 +134,7 @@ class TorchCommunicator:
                 return TorchWork(self._faults, "reduce_scatter", given, work, out)
             return self._end(work, out)
         except RuntimeError as error:
-            raise self._failed("reduce_scatter", given, error) from error
+            raise self.explain("reduce_scatter", given, error) from error
 
     def all_gather(self, x: Tensor, *, async_op: bool = False) -> Any:
         """Concatenate equal pieces along dim 0 into one tensor."""
@@ -155,7 +155,7 @@ class TorchCommunicator:
             else:
                 result = self._end(work, out)
         except RuntimeError as error:
-            raise self._failed("all_gather", given, error) from error
+            raise self.explain("all_gather", given, error) from error
         if self._permuted:
             return then(result, lambda out: _blocks(out, rows, self._to_group))
         return result
@@ -294,7 +294,7 @@ class TorchCommunicator:
             return TorchWork(self._faults, name, given, work, out)
         return self._end(work, out)
 
-    def _failed(self, name: str, given: Mapping[str, Any], error: Exception) -> BackendError:
+    def explain(self, name: str, given: Mapping[str, Any], error: Exception) -> BackendError:
         """Give the error of a wrong call, or of one that started and did not complete."""
         wrong = refused(name, given, self.size, rank=self.rank, device_type=self._device_type)
         return wrong or self._faults.failed(name, given, error)

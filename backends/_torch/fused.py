@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.backends._torch.dtypes import name_of as _name
+from hyper_parallel.errors import HyperParallelError
 
 __all__ = ["FusedKernel", "verdicts"]
 
@@ -28,7 +29,7 @@ class FusedKernel:
 
     Args:
         kind: see [Note: fused kinds].
-        communicator: a TorchCommunicator.
+        communicator: a TorchCommunicator, or a checked one around it.
     """
 
     ops: ClassVar[Mapping[str, str]]  # names by kind
@@ -36,9 +37,11 @@ class FusedKernel:
     dtypes: tuple[torch.dtype, ...]
 
     def __init__(self, kind: str, communicator: Any) -> None:
+        # In checked mode this is the one that compares calls; it holds the torch one.
         self.kind, self._communicator = kind, communicator
-        self.ranks: tuple[int, ...] = communicator.ranks
-        self.group: dist.ProcessGroup = communicator.group
+        self._torchs: Any = getattr(communicator, "inner", communicator)
+        self.ranks: tuple[int, ...] = self._torchs.ranks
+        self.group: dist.ProcessGroup = self._torchs.group
 
     def exists(self) -> bool:
         """Tell whether what is installed has a kernel of this kind."""
@@ -68,6 +71,19 @@ class FusedKernel:
 
     def group_limit(self) -> str | None:
         """Say what this rank knows to keep kernels from the group, or None."""
+        raise NotImplementedError
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> Any:
+        """Run the kernel; its failures are explained as those of a collective are."""
+        try:
+            return self.run(x, w)
+        except HyperParallelError:
+            raise
+        except RuntimeError as error:
+            raise self._torchs.explain(self.kind, {"x": x}, error) from error
+
+    def run(self, x: torch.Tensor, w: torch.Tensor) -> Any:
+        """Run the kernel."""
         raise NotImplementedError
 
     def _verdict(self) -> str | None:

@@ -41,7 +41,7 @@ class SymmetricMatmul(FusedKernel):
         """Say why the GPUs of the group cannot read each other's memory, or None."""
         return why_no_peers(self.ranks)
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> Any:
+    def run(self, x: torch.Tensor, w: torch.Tensor) -> Any:
         """Run the op on rows of dim 0."""
         op: Any = _op(self.ops[self.kind])
         if self.kind == "matmul_reduce_scatter":

@@ -64,7 +64,7 @@ class Mc2Matmul(FusedKernel):
                 return f"MC2 is used with one group in a process, here that of ranks {ranks}"
         return None
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> Any:
+    def run(self, x: torch.Tensor, w: torch.Tensor) -> Any:
         """Run the op on the group's HCCL communicator, which the first call makes."""
         op = getattr(importlib.import_module("torch_npu"), self.ops[self.kind])
         backend: Any = self.group._get_backend(torch.device("npu"))

@@ -39,7 +39,7 @@ def find_fused(kind: str, mesh: DeviceMesh, x: Any, w: Any) -> Callable[[], Any]
     checked = comm if isinstance(comm, CheckedCommunicator) else None
     backend: Any = mesh.backend
     can = kind in backend.capabilities.fuses
-    kernel = backend.fused(kind, comm if checked is None else checked.inner) if can else None
+    kernel = backend.fused(kind, comm) if can else None
     if kernel is None:
         return f"the {backend.name} backend has no such kernel"
     refusal = kernel.refusal(x, w)

@@ -8,6 +8,7 @@ ones. So arguments, order of results, rows and group names are tried; the kernel
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +29,18 @@ from hyper_parallel.errors import BackendError
 from hyper_parallel.parallel import fused_collectives
 from hyper_parallel.runtime import DeviceMesh, override_backend
 from support.device import DEVICE
+from support.procs import ProcessPool
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="compares on CPU tensors")
 _kept: list[Any] = []
+
+
+@pytest.fixture(scope="module")
+def patched() -> Iterator[ProcessPool]:
+    """Two processes of these tests' own, which `prepare` changes for good."""
+    pool = ProcessPool(2)
+    yield pool
+    pool.close()
 
 
 class Symmetric(CpuBackend):
@@ -88,8 +98,8 @@ def exact() -> tuple[float, dict[str, int], dict[str, int]]:
     return error, calls.get_counts(), moved
 
 
-def test_a_block_with_a_cut_sequence_equals_one_process(procs2: Any) -> None:
-    for error, counts, moved in procs2.run(exact):
+def test_a_block_with_a_cut_sequence_equals_one_process(patched: ProcessPool) -> None:
+    for error, counts, moved in patched.run(exact):
         assert error < 1e-12
         assert counts == moved == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
 
@@ -100,7 +110,6 @@ def refusals() -> list[str | None]:
     with override_backend(Symmetric()):
         mesh = DeviceMesh("cpu", [1, 0])
         comm = mesh.communicator(0)
-        comm = getattr(comm, "inner", comm)  # in checked mode
         x, w = torch.ones(2, 4), torch.ones(4, 2)
         assert mesh.backend.capabilities.fuses == {"all_gather_matmul", "matmul_reduce_scatter"}
         kernel: Any = mesh.backend.fused("all_gather_matmul", comm)
@@ -115,9 +124,9 @@ def refusals() -> list[str | None]:
         ]
 
 
-def test_what_has_no_kernel_is_refused_alike(procs2: Any) -> None:
+def test_what_has_no_kernel_is_refused_alike(patched: ProcessPool) -> None:
     dtypes = "the dtypes must be one of float16, bfloat16, float32, float64, but are "
-    for said in procs2.run(refusals):
+    for said in patched.run(refusals):
         assert said == [
             "the mesh must list the group's ranks in ascending order",
             f"{dtypes}float32, float64",
@@ -134,6 +143,8 @@ def unlike() -> str:
         mesh = DeviceMesh("cpu", [0, 1], check=True)
         net = block(mesh)[0]
         x = torch.ones(1, 2, 6).double()
+        with fused_collectives():
+            net(x)
         try:
             if mesh.get_local_rank():
                 net(x)
@@ -145,7 +156,7 @@ def unlike() -> str:
     return "not noticed"
 
 
-def test_a_rank_that_does_not_fuse_is_named_in_checked_mode(procs2: Any) -> None:
-    for text in procs2.run(unlike):
+def test_a_rank_that_does_not_fuse_is_named_in_checked_mode(patched: ProcessPool) -> None:
+    for text in patched.run(unlike):
         assert "every rank of the group (0, 1) must make the same call" in text
         assert "all_gather_matmul(x=(2, 6), w=(6, 4), dtype=float64)" in text
