@@ -22,8 +22,10 @@ __all__ = [
     "DTYPE",
     "SIMULATED_NPU",
     "TOLERANCE",
+    "has_generators",
     "on_simulated_npu",
     "raises_in_backward",
+    "steps_lists_locally",
     "use_device",
 ]
 
@@ -45,6 +47,13 @@ def _simulates() -> bool:
 
 on_simulated_npu = pytest.mark.skipif(
     not _simulates(), reason="looks into the simulated NPU: pytest --device npu, without torch_npu"
+)
+steps_lists_locally = pytest.mark.skipif(
+    _simulates(),
+    reason="of a list on a device made in Python, torch dispatches even where that is switched off",
+)
+has_generators = pytest.mark.skipif(
+    _simulates(), reason="torch makes no generator of a device made in Python"
 )
 raises_in_backward = pytest.mark.skipif(
     _simulates(), reason="torch cannot unwind a backward on a device made in Python: it aborts"

@@ -14,6 +14,7 @@ from hyper_parallel import DTensor, Partial, Replicate, Shard, simulate
 from hyper_parallel.core import Packed, StridedShard
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import current_rank
+from support.device import DTYPE
 from support.dtensors import laid, line, same
 
 R, S, P, AVG, MAX, MIN = (
@@ -112,7 +113,7 @@ def test_to_local_takes_the_local_cotangents(placement, given, cotangents, whole
         x = laid(torch.ones(4), line(2), placement, requires_grad=True)
         for between in (
             x,
-            x.redistribute(x.device_mesh, [placement], backward_dtype=torch.float64),
+            x.redistribute(x.device_mesh, [placement], backward_dtype=DTYPE),
         ):
             check(x, between)
 

@@ -28,12 +28,13 @@ from hyper_parallel import (
     step_locally,
 )
 from hyper_parallel.dtensor import lists
-from support.device import DEVICE, DTYPE, TOLERANCE
+from support.device import DEVICE, DTYPE, TOLERANCE, steps_lists_locally
 from support.dtensors import laid, line, parameter, same, seeded
 
+# Steps so short that the loss does not grow beyond float32.
 OPTIMIZERS = {
-    "SGD": {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
-    "ASGD": {"lr": 0.01},
+    "SGD": {"lr": 0.0001, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+    "ASGD": {"lr": 0.001},
     "Adadelta": {"lr": 0.1, "maximize": True},
     "Adafactor": {"lr": 0.01},
     "Adagrad": {"lr": 0.01},
@@ -42,11 +43,13 @@ OPTIMIZERS = {
     "Adamax": {"lr": 0.01},
     "Muon": {"lr": 0.01},
     "NAdam": {"lr": 0.01, "decoupled_weight_decay": True},
-    "RAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.0001},
     "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
     "Rprop": {"lr": 0.01},
 }
 NOT_ELEMENTWISE = ("Adafactor", "Muon")
+# These multiply a list of parameters by a number; fused ones have kernels of lists as well.
+MULTIPLIED = [("AdamW", "foreach")]
 VARIANTS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 CASES = [
     (name, variant)
@@ -118,7 +121,6 @@ def test_optimizer_steps_equal_one_process(name, variant):
     @simulate(2)
     def run():
         ours, plain, x, whole_x = pair()
-        stepped = copy.deepcopy(ours)
         trained(plain, whole_x, made(plain, name, **options))
         optimizer = made(ours, name, **options)
         trained(ours, x, optimizer)
@@ -126,9 +128,25 @@ def test_optimizer_steps_equal_one_process(name, variant):
         if name in NOT_ELEMENTWISE:
             with pytest.raises(LayoutError, match="step_locally: the optimizer must be one of"):
                 step_locally(optimizer)
-            return
-        trained(stepped, x, step_locally(made(stepped, name, **options)))
-        equal(stepped.parameters(), plain.parameters())
+
+    run()
+
+
+def local_case(name, variant):
+    multiplies_lists = variant == "fused" or (name, variant) in MULTIPLIED
+    return pytest.param(name, variant, marks=[steps_lists_locally] if multiplies_lists else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [local_case(*case) for case in CASES if case[0] not in NOT_ELEMENTWISE]
+)
+def test_local_steps_equal_one_process(name, variant):
+    @simulate(2)
+    def run():
+        ours, plain, x, whole_x = pair()
+        trained(plain, whole_x, made(plain, name, **VARIANTS[variant]))
+        trained(ours, x, step_locally(made(ours, name, **VARIANTS[variant])))
+        equal(ours.parameters(), plain.parameters())
 
     run()
 
@@ -168,7 +186,7 @@ def test_lbfgs_on_one_mesh_equals_one_process_and_refuses_plain_parameters(searc
 
 def test_lbfgs_on_two_meshes_is_refused_on_every_rank():
     def run():
-        first, second = (init_device_mesh("cpu", (2,), mesh_dim_names=(n,)) for n in ("dp", "tp"))
+        first, second = (init_device_mesh(DEVICE, (2,), mesh_dim_names=(n,)) for n in ("dp", "tp"))
         params = [parameter(seeded(4), mesh, Shard(0)) for mesh in (first, second)]
         for p in params:
             p.square().sum().backward()
@@ -194,13 +212,15 @@ def test_sparse_adam_gets_no_sparse_gradients_and_refuses_dense_ones():
     same(table, seeded(6, 4))
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["as it is", "locally"])
+@pytest.mark.parametrize(
+    "local", [False, pytest.param(True, marks=steps_lists_locally)], ids=["as it is", "locally"]
+)
 def test_two_meshes_and_a_plain_parameter_with_clipping(local):
     """Parameters on (2, 2), on one of its axes, and plain."""
 
     @simulate(4)
     def run():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
         wholes = [seeded(5, 6, seed=i) for i in range(5)]
         plain = [nn.Parameter(whole.clone()) for whole in wholes]
         layouts = [
@@ -267,8 +287,15 @@ def test_torchs_own_clipping_works_on_one_mesh(foreach):
     run()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("local", [False, True], ids=["as it is", "locally"])
+@pytest.mark.parametrize(
+    ("fused", "local"),
+    [
+        (False, False),
+        (False, True),
+        (True, False),
+        pytest.param(True, True, marks=steps_lists_locally),
+    ],
+)
 def test_grad_scaler_skips_the_step_on_all_ranks(fused, local):
     @simulate(2)
     def run():
@@ -365,7 +392,7 @@ def test_optimizer_state_is_laid_out_as_its_parameter_and_round_trips():
 @simulate(2)
 def test_state_of_local_steps_is_shown_as_dtensors_and_goes_both_ways():
     ours, plain, x, whole_x = pair()
-    optimizer = step_locally(optim.AdamW(ours.parameters(), lr=0.01, amsgrad=True))
+    optimizer = step_locally(optim.AdamW(ours.parameters(), lr=0.01, amsgrad=True, foreach=False))
     trained(ours, x, optimizer, steps=1)
     assert type(optimizer.state[ours.up.weight]["exp_avg"]) is torch.Tensor
     file = io.BytesIO()
@@ -376,7 +403,9 @@ def test_state_of_local_steps_is_shown_as_dtensors_and_goes_both_ways():
     assert state["state"][index]["exp_avg_sq"].placements == (Shard(0),)
     assert state["state"][index]["step"].item() == 1
     twins = [copy.deepcopy(ours) for _ in range(2)]
-    others = [optim.AdamW(twin.parameters(), lr=0.01, amsgrad=True) for twin in twins]
+    others = [
+        optim.AdamW(twin.parameters(), lr=0.01, amsgrad=True, foreach=False) for twin in twins
+    ]
     step_locally(others[1])
     for other in others:
         other.load_state_dict(copy.deepcopy(state))
@@ -388,9 +417,9 @@ def test_state_of_local_steps_is_shown_as_dtensors_and_goes_both_ways():
             [p.full_tensor() if isinstance(p, DTensor) else p for p in ours.parameters()],
         )
     # The state of one process, whole and plain, is cut.
-    dense = optim.AdamW(plain.parameters(), lr=0.01, amsgrad=True)
+    dense = optim.AdamW(plain.parameters(), lr=0.01, amsgrad=True, foreach=False)
     trained(plain, whole_x, dense, steps=1)
-    fresh = step_locally(optim.AdamW(ours.parameters(), lr=0.01, amsgrad=True))
+    fresh = step_locally(optim.AdamW(ours.parameters(), lr=0.01, amsgrad=True, foreach=False))
     fresh.load_state_dict(copy.deepcopy(dense.state_dict()))
     shown = fresh.state_dict()["state"][index]
     same(shown["exp_avg"], dense.state[plain.up.weight]["exp_avg"])

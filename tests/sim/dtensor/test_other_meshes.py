@@ -17,6 +17,7 @@ from hyper_parallel import (
     simulate,
 )
 from hyper_parallel.errors import LayoutError, PlanError
+from support.device import DEVICE, DTYPE
 from support.dtensors import same, seeded
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -37,7 +38,7 @@ def values(tensor):
 @pytest.mark.parametrize("src_ranks, dst_ranks", PAIRS, ids=str)
 @simulate(6)
 def test_redistribute_and_its_gradient(src_ranks, dst_ranks):
-    meshes = DeviceMesh("cpu", src_ranks), DeviceMesh("cpu", dst_ranks)
+    meshes = DeviceMesh(DEVICE, src_ranks), DeviceMesh(DEVICE, dst_ranks)
     whole, weight = seeded(5, 4), seeded(5, 4, seed=1)
     options = [list(itertools.product((R, S0, S1, P), repeat=mesh.ndim)) for mesh in meshes]
     for src, dst in list(itertools.product(*options))[::3]:
@@ -57,7 +58,7 @@ def test_redistribute_and_its_gradient(src_ranks, dst_ranks):
 @simulate(5)
 def test_two_stages_train_as_one_process():
     """Stage 0 on ranks 0 and 1, stage 1 on ranks 2 to 4, the loss back on stage 0."""
-    first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [4, 2, 3])
+    first, second = DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [4, 2, 3])
     weights = seeded(6, 6), seeded(6, 6, seed=1)
     x, target = seeded(3, 6, seed=2), seeded(3, 6, seed=3)
 
@@ -84,13 +85,13 @@ def test_two_stages_train_as_one_process():
 
 @simulate(4)
 def test_a_rank_that_only_joins_has_a_handle_and_one_that_only_leaves_enters_backward():
-    first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    first, second = DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [2, 3])
     whole = seeded(4, 3)
     if first.get_coordinate() is not None:
         x = distribute_tensor(whole.requires_grad_(), first, [S0])
         moved = x.redistribute(second, [S1])
         moved.backward(torch.zeros_like(moved))
-        same(x.grad, torch.full((4, 3), 2.0).double())
+        same(x.grad, torch.full((4, 3), 2.0).to(DTYPE))
     else:
         nothing = torch.empty(0, dtype=whole.dtype, requires_grad=True)
         x = DTensor.from_local(nothing, first, [S0], shape=(4, 3))
@@ -102,7 +103,7 @@ def test_a_rank_that_only_joins_has_a_handle_and_one_that_only_leaves_enters_bac
 
 @simulate(3)
 def test_a_rank_outside_holds_nothing_whatever_it_passes():
-    mesh = DeviceMesh("cpu", [1, 0])
+    mesh = DeviceMesh(DEVICE, [1, 0])
     local = torch.ones(2, 3, requires_grad=True)
     x = DTensor.from_local(local, mesh, [P])
     x.sum().redistribute(mesh, [R]).backward()
@@ -114,7 +115,7 @@ def test_a_rank_outside_holds_nothing_whatever_it_passes():
 @simulate(3)
 def test_the_same_gradients_flow_outside_the_mesh_as_inside():
     """What needs no gradient inside must not enter a move backward outside, and the reverse."""
-    first, second = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1, 2])
+    first, second = DeviceMesh(DEVICE, [0]), DeviceMesh(DEVICE, [1, 2])
     x = distribute_tensor(seeded(4, 2).requires_grad_(), first, [R])
     moved = x.redistribute(second, [S0])
     w = distribute_tensor(seeded(2, 4, seed=1).requires_grad_(), second, [R])
@@ -127,7 +128,7 @@ def test_the_same_gradients_flow_outside_the_mesh_as_inside():
 
 @simulate(4)
 def test_a_rank_outside_the_mesh_is_refused_a_value():
-    first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    first, second = DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [2, 3])
     moved = distribute_tensor(seeded(4), first, [S0]).redistribute(second, [S0])
     if second.get_coordinate() is not None:
         return
@@ -142,7 +143,7 @@ def test_a_rank_outside_the_mesh_is_refused_a_value():
 
 @simulate(4)
 def test_a_slice_is_refused_on_every_rank():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     x = distribute_tensor(seeded(4), mesh, [S0, S0])
     text = r"DTensor.redistribute: a mesh of other ranks must be the same mesh on every rank, not a"
     with pytest.raises(PlanError, match=text):
@@ -156,7 +157,7 @@ def test_a_slice_is_refused_on_every_rank():
 
 @simulate(4)
 def test_a_move_to_another_mesh_may_stay_in_flight():
-    first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    first, second = DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [1, 2])
     whole = seeded(5, 4)
     x = distribute_tensor(whole, first, [S0]).requires_grad_()
     moved = x.redistribute(second, [S1], async_op=True, backward_dtype=torch.float32)
