@@ -39,12 +39,20 @@ class FusedKernel:
     def __init__(self, kind: str, communicator: Any) -> None:
         # In checked mode this is the one that compares calls; it holds the torch one.
         self.kind, self._communicator = kind, communicator
+        self.op = self.op_named(self.ops[kind])
         self._torchs: Any = getattr(communicator, "inner", communicator)
         self.ranks: tuple[int, ...] = self._torchs.ranks
         self.group: dist.ProcessGroup = self._torchs.group
 
-    def exists(self) -> bool:
-        """Tell whether what is installed has a kernel of this kind."""
+    @classmethod
+    def find(cls, kind: str, communicator: Any) -> Any:
+        """Give the kernel of a kind, None where what is installed has none."""
+        found = cls(kind, communicator)
+        return None if found.op is None else found
+
+    @staticmethod
+    def op_named(name: str) -> Any:
+        """Give an op of the library, or None."""
         raise NotImplementedError
 
     def refusal(self, x: torch.Tensor, w: torch.Tensor) -> str | None:

@@ -6,9 +6,10 @@ an NPU), so meshes share the group of equal rank sets. A mesh is made by the who
 rank knows of every group made so; a joint group is made by its members alone, and the others learn
 of it when the next mesh is made. Groups are made in one order on all ranks: by axis, then by row.
 
-[Note: threads at exit] A thread of a process group that lets go of Python's objects while Python
-ends aborts the process. The groups of a world that has been destroyed end with the last mesh that
-has them; meshes are in cycles with their plans, so they are collected before Python ends.
+[Note: threads at exit] A process whose groups outlive `destroy_process_group` now and then aborts
+at its end ("terminate called without an active exception"; seen with gloo, with torch alone, too).
+Which thread does is not known. The groups of a destroyed world end with the last mesh that has
+them; meshes are in cycles with their plans, so they are collected before Python ends.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ class CudaBackend(TorchBackend):
 
     def fused(self, kind: str, communicator: Communicator) -> SymmetricMatmul | None:
         """Give torch's kernel over symmetric memory, where this torch has one of the kind."""
-        found = SymmetricMatmul(kind, communicator)
-        return found if found.exists() else None
+        return SymmetricMatmul.find(kind, communicator)
 
     def _libraries(self) -> dict[str, str]:
         nccl = importlib.import_module("torch.cuda.nccl").version()

@@ -33,9 +33,10 @@ class SymmetricMatmul(FusedKernel):
     device_type = "cuda"
     dtypes = FLOATS
 
-    def exists(self) -> bool:
-        """Tell whether this torch has the op."""
-        return _op(self.ops[self.kind]) is not None
+    @staticmethod
+    def op_named(name: str) -> Any:
+        """Give an op of torch.ops.symm_mem, or None."""
+        return _op(name)
 
     def group_limit(self) -> str | None:
         """Say why the GPUs of the group cannot read each other's memory, or None."""
@@ -43,10 +44,9 @@ class SymmetricMatmul(FusedKernel):
 
     def run(self, x: torch.Tensor, w: torch.Tensor) -> Any:
         """Run the op on rows of dim 0."""
-        op: Any = _op(self.ops[self.kind])
         if self.kind == "matmul_reduce_scatter":
-            return op(x, w, "sum", 0, self.group.group_name)
-        gathered, (product,) = op(x, [w], 0, self.group.group_name, return_A=True)
+            return self.op(x, w, "sum", 0, self.group.group_name)
+        gathered, (product,) = self.op(x, [w], 0, self.group.group_name, return_A=True)
         return product, gathered
 
 

@@ -42,8 +42,7 @@ class NpuBackend(TorchBackend):
 
     def fused(self, kind: str, communicator: Communicator) -> Mc2Matmul | None:
         """Give the MC2 kernel of a kind, where this torch_npu has it."""
-        found = Mc2Matmul(kind, communicator)
-        return found if found.exists() else None
+        return Mc2Matmul.find(kind, communicator)
 
     def _libraries(self) -> dict[str, str]:
         return {"torch_npu": importlib.import_module("torch_npu").__version__}

@@ -37,9 +37,10 @@ class Mc2Matmul(FusedKernel):
     device_type = "npu"
     dtypes = (torch.float16, torch.bfloat16)
 
-    def exists(self) -> bool:
-        """Tell whether this torch_npu has the op."""
-        return hasattr(importlib.import_module("torch_npu"), self.ops[self.kind])
+    @staticmethod
+    def op_named(name: str) -> Any:
+        """Give an op of torch_npu, or None."""
+        return getattr(importlib.import_module("torch_npu"), name, None)
 
     def limit(self, x: torch.Tensor, w: torch.Tensor) -> str | None:
         """Say which documented limit of MC2 a call is outside of, or None."""
@@ -66,12 +67,10 @@ class Mc2Matmul(FusedKernel):
 
     def run(self, x: torch.Tensor, w: torch.Tensor) -> Any:
         """Run the op on the group's HCCL communicator, which the first call makes."""
-        op = getattr(importlib.import_module("torch_npu"), self.ops[self.kind])
         backend: Any = self.group._get_backend(torch.device("npu"))
         comm = backend.get_hccl_comm_name(dist.get_rank())
         if self.kind == "matmul_all_reduce":
-            return op(x, w, comm, reduce_op="sum")
+            return self.op(x, w, comm, reduce_op="sum")
         if self.kind == "matmul_reduce_scatter":
-            return op(x, w, comm, len(self.ranks), reduce_op="sum")
-        product, gathered = op(x, w, comm, len(self.ranks), gather_index=0, gather_output=True)
-        return product, gathered
+            return self.op(x, w, comm, len(self.ranks), reduce_op="sum")
+        return self.op(x, w, comm, len(self.ranks), gather_index=0, gather_output=True)

@@ -81,9 +81,8 @@ def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[A
                 _refuse_shape("backward", output, grad)
             seeds.append(plain_gradient(grad, layout))
         elif layout.is_replicated or _is_in_backward():
-            seeds.append(
-                grad
-            )  # there it is local: torch's zeros for an unused result of a Function
+            # There it is local: torch's zeros for an unused result of a Function.
+            seeds.append(grad)
         else:
             raise LayoutError(
                 describe(

@@ -22,7 +22,7 @@ from hyper_parallel.dtensor.local_op import graph_part, redistributed
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.parameters import ALIASES
 from hyper_parallel.dtensor.random import FILLS, fill
-from hyper_parallel.dtensor.read import refuse_other_meshes
+from hyper_parallel.dtensor.read import refuse_other_meshes, whole_of
 from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.dtensor.wrapping import is_tied
 from hyper_parallel.errors import LayoutError, RuleError, describe
@@ -76,8 +76,8 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     target, others, named = _split_target(args, kwargs)
     if "out" not in kwargs and _is_scaled(cls, target, (*others, *named.values())):
         refuse_gradient(where, [target, *others, *named.values()])
-        named = {key: _number(cls, value) for key, value in named.items()}
-        return func(target, *[_number(cls, value) for value in others], **named)
+        named = {key: whole_of(cls, value) for key, value in named.items()}
+        return func(target, *[whole_of(cls, value) for value in others], **named)
     for one in target if type(target) in (list, tuple) else (target,):
         _refuse_target(cls, where, one)
     base = _OPERATORS.get(name, name.rstrip("_"))
@@ -112,10 +112,6 @@ def _is_scaled(cls: type[Any], target: Any, operands: Sequence[Any]) -> bool:
         and not isinstance(target, cls)
         and not any(isinstance(o, cls) and o.ndim for o in operands)  # type: ignore[attr-defined]
     )
-
-
-def _number(cls: type[Any], value: Any) -> Any:
-    return value.local_in(value._layout.replicated) if isinstance(value, cls) else value  # type: ignore[attr-defined]
 
 
 def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, ...]) -> bool:

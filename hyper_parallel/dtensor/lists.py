@@ -14,7 +14,7 @@ from hyper_parallel.core import Layout, Placement, Replicate
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
 from hyper_parallel.dtensor.inplace import is_pointwise, refuse_gradient, refuse_lost_write
 from hyper_parallel.dtensor.moves import move
-from hyper_parallel.dtensor.read import refuse_other_meshes
+from hyper_parallel.dtensor.read import refuse_other_meshes, whole_of
 from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.runtime import DeviceMesh
@@ -127,7 +127,7 @@ def _as_list(value: Any) -> Sequence[Any]:
 def _local_list(cls: type[Any], name: str, values: Any, layouts: list[Layout | None]) -> Any:
     """Bring a list of operands to the layouts of the first list; a single operand to all."""
     if not isinstance(values, (list, tuple)):
-        return values.local_in(values._layout.replicated) if isinstance(values, cls) else values
+        return whole_of(cls, values)
     if values and type(values[0]) in _NUMBERS and _NUMBERS.issuperset(map(type, values)):
         return values
     if _layouts_of(cls, values) == layouts:  # as in an optimizer's step: nothing to be moved
@@ -144,7 +144,7 @@ def _list_operand(cls: type[Any], name: str, value: Any, layout: Layout | None) 
     if isinstance(value, cls):
         own: Layout = value._layout
         if value.ndim == 0 and (layout is None or layout.shape != ()):
-            return value.local_in(own.replicated)
+            return whole_of(cls, value)
         if layout == own:
             return value._local
         if layout is not None:

@@ -27,7 +27,7 @@ import torch
 
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.moves import move
-from hyper_parallel.dtensor.read import read_mesh
+from hyper_parallel.dtensor.read import read_mesh, whole_of
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 
@@ -165,12 +165,8 @@ def fill(
     if given_generator((*args, *kwargs.values())) is None:
         agree(layout.mesh, local.device, name or func.__name__)  # type: ignore[arg-type]
     cls = type(target)
-
-    def whole_of(value: Any) -> Any:
-        return value.local_in(value._layout.replicated) if isinstance(value, cls) else value
-
-    args = tuple(map(whole_of, args))
-    kwargs = {key: whole_of(value) for key, value in kwargs.items()}
+    args = tuple(whole_of(cls, value) for value in args)
+    kwargs = {key: whole_of(cls, value) for key, value in kwargs.items()}
     with torch.no_grad():
         if layout.is_replicated:
             func(local, *args, **kwargs)

@@ -27,7 +27,13 @@ __all__ = [
     "refuse_other_tensors",
     "refuse_pending",
     "refuse_slices",
+    "whole_of",
 ]
+
+
+def whole_of(cls: type[Any], value: Any) -> Any:
+    """Give the whole of a DTensor as a plain tensor without a graph, and anything else as it is."""
+    return value.local_in(value._layout.replicated) if isinstance(value, cls) else value  # type: ignore[attr-defined]
 
 
 def is_torch_dtensor(tensor: Any) -> bool:

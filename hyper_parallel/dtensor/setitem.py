@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from hyper_parallel.dtensor.decisions import gathered
 from hyper_parallel.dtensor.moves import move
+from hyper_parallel.dtensor.read import whole_of
 
 __all__ = ["run"]
 
@@ -60,10 +62,6 @@ def _write_whole(cls: type[Any], target: Any, index: Any, value: Any) -> None:
     gathered("__setitem__", [target])
     if layout.mesh.get_coordinate() is None:
         return
-
-    def whole_of(leaf: Any) -> Any:
-        return leaf.local_in(leaf._layout.replicated) if isinstance(leaf, cls) else leaf  # type: ignore[attr-defined]
-
     whole = target.local_in(layout.replicated).clone()
-    whole[tree_map(whole_of, index)] = whole_of(value)
+    whole[tree_map(partial(whole_of, cls), index)] = whole_of(cls, value)
     target._local.copy_(move(whole, layout.replicated, layout))
