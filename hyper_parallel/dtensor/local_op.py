@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from hyper_parallel.core import Layout, plan
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.moves import (
     PLAIN,
     How,
@@ -35,6 +35,7 @@ from hyper_parallel.dtensor.moves import (
 )
 from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.wrapping import wrap
+from hyper_parallel.runtime.executor import program
 
 __all__ = [
     "expect_wrapped",
@@ -114,7 +115,7 @@ def redistributed(tensor: Any, layout: Layout, how: How = PLAIN) -> Any:
     cls, src, is_recorded = type(tensor), tensor._layout, needs_grad((tensor,))
     if how is PLAIN:
         if is_recorded:
-            if src is layout or not len(plan(src, layout)):
+            if src is layout or not program(src, layout).plan.steps:
                 part = graph_part(tensor)  # an alias, which torch knows of
                 return wrap(cls, part.view_as(part), layout)
             return wrap(cls, _lend(tensor, layout.cotangent, layout), layout)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hyper_parallel.core import Layout, Partial, plan
+from hyper_parallel.core import Layout, Partial
 from hyper_parallel.dtensor.pending import pending, without_torch_function
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
-from hyper_parallel.runtime import DeviceMesh, execute
-from hyper_parallel.runtime.executor import launch
+from hyper_parallel.runtime import DeviceMesh
+from hyper_parallel.runtime.executor import program
 from hyper_parallel.runtime.rows import gather_dim, reduce
 
 __all__ = [
@@ -51,7 +51,7 @@ def move(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     """Run plan(src, dst) on a local tensor; the tensor itself when there is nothing to do."""
     if src is dst:
         return local
-    return execute(plan(src, dst), local, _mesh(dst))
+    return program(src, dst).run(local)
 
 
 def moved(
@@ -65,7 +65,7 @@ def moved(
     """Run plan(src, dst), cast, and wrap; see [Note: pending results] in pending.py."""
     dtype = dtype or local.dtype
     if async_op and src is not dst:
-        work = launch(plan(src, dst), local, _mesh(dst))
+        work = program(src, dst).launch(local, _mesh(dst).backend.ops.clone)
         if work is not None:
             return pending(cls, work, dst, dtype=dtype, device=local.device)
     local = move(local, src, dst)

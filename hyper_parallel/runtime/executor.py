@@ -26,14 +26,14 @@ from hyper_parallel.core.exchange import (
 from hyper_parallel.core.interval import count
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial
-from hyper_parallel.core.plan import Plan
-from hyper_parallel.runtime.interface import ArrayOps, Communicator, Work
+from hyper_parallel.core.plan import Plan, plan
+from hyper_parallel.runtime.interface import ArrayOps, Communicator
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.parts import consecutive, packer, putter, taker, unpacker
 from hyper_parallel.runtime.program import Collective, Program, chain, program_of
 from hyper_parallel.runtime.rows import gather, reducer, scatter
 
-__all__ = ["execute", "launch"]
+__all__ = ["execute", "program"]
 
 Array = Any
 Run = Callable[[Array], Array]
@@ -61,39 +61,34 @@ def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
     """
     if not plan.steps:
         return local
-    program = mesh.programs.get(id(plan))
-    if program is None:
-        program = _program(plan, mesh)
-    return program.run(local)
+    return _program(plan, id(plan), mesh).run(local)
 
 
-def launch(plan: Plan, local: Array, mesh: DeviceMesh) -> Work | None:
-    """Run a plan as `execute` does, but leave its last collective in flight.
+def program(src: Layout, dst: Layout) -> Program:
+    """Give what `plan(src, dst)` does on this rank, of layouts on this process's meshes.
 
     Args:
-        plan: what to do.
-        local: this rank's array; it may change as soon as this returns.
-        mesh: this process's mesh.
+        src: the layout before.
+        dst: the layout after.
 
     Returns:
-        A handle whose `wait` does the rest and gives the array in `plan.dst`; None, and nothing was
-        run, if no step communicates.
-
-    Communicates:
-        As `execute`; collectives before the last one are waited for here.
+        The same object each time, found in one look.
     """
-    program = mesh.programs.get(id(plan)) or _program(plan, mesh)
-    return program.launch(local, mesh.backend.ops.clone)
+    mesh = dst.mesh
+    assert isinstance(mesh, DeviceMesh)
+    return mesh.programs.get((src, dst)) or _program(plan(src, dst), (src, dst), mesh)
 
 
-def _program(plan: Plan, mesh: DeviceMesh) -> Program:
-    """Work a plan out for this rank; see [Note: programs] in program.py."""
+def _program(plan: Plan, key: Any, mesh: DeviceMesh) -> Program:
+    """Work a plan out for this rank, if that was not done; see [Note: programs] in program.py."""
+    if key in mesh.programs:
+        return mesh.programs[key]
     steps = [(step, _mesh_of(step, mesh)) for step in plan.steps]
     parts = tuple(_STEPS[step.kind](step, on) for step, on in steps if _takes_part(step, on))
     if len(mesh.programs) >= _MOST_PROGRAMS:
         mesh.programs.clear()
-    program = mesh.programs[id(plan)] = program_of(plan, parts)
-    return program
+    found = mesh.programs[key] = program_of(plan, parts)
+    return found
 
 
 def _mesh_of(step: Step, mesh: DeviceMesh) -> DeviceMesh:

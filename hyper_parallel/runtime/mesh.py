@@ -94,8 +94,8 @@ class DeviceMesh(AbstractMesh):
         self._my_rank = _rank_of(backend)
         self._my_coordinate = None if self._my_rank is None else self.coordinate(self._my_rank)
         self._communicators: dict[int | tuple[int, ...], Communicator] = {}
-        # What the executor worked out for this rank, by the plan's id; see [Note: programs] there.
-        self.programs: dict[int, Any] = {}
+        # What the executor worked out for this rank, by plan or layouts; see [Note: programs].
+        self.programs: dict[Any, Any] = {}
         self._unions: dict[tuple[int, ...], Communicator] = {}
         self._slices: dict[tuple[str, ...], DeviceMesh] = {}
         # What other rooms have decided for tensors on this mesh; it goes when the mesh goes.

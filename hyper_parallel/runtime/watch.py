@@ -50,7 +50,7 @@ class IssuedCollective:
 class _Mesh(Protocol):
     """What is asked of a mesh here."""
 
-    programs: dict[int, Any]
+    programs: dict[Any, Any]
 
     def axes_of(self, communicator: Communicator) -> tuple[str, ...]: ...
 

@@ -22,7 +22,7 @@ from hyper_parallel.core import (
 from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh, execute
-from hyper_parallel.runtime.executor import launch
+from hyper_parallel.runtime.executor import program
 from hyper_parallel.runtime.rows import scatter_from
 from support import oracle
 from support.lockstep import GARBAGE, World
@@ -79,7 +79,11 @@ def test_launch_gives_what_execute_gives_though_the_local_array_changes(grid, ca
             held = move.held.get(rank, np.zeros((0,)))
             expected = execute(move.forward, held, attached)
             given = held.copy()
-            flying = launch(move.forward, given, attached)
+            ends = (
+                Layout(attached, at.placements, at.shape)
+                for at in (move.forward.src, move.forward.dst)
+            )
+            flying = program(*ends).launch(given, attached.backend.ops.clone)
             given[...] = GARBAGE
             if flying is not None:
                 in_flight += 1
