@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -40,50 +41,32 @@ class AbstractMesh:
         ranks: Sequence[int] | None = None,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> None:
-        self._device_type = device_type
-        self._shape = tuple(int(size) for size in shape)
-        size = math.prod(self._shape)
-        self._ranks = tuple(range(size)) if ranks is None else tuple(int(r) for r in ranks)
-        self._names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        _check_mesh(self._shape, self._ranks, self._names)
-        self._index = {rank: i for i, rank in enumerate(self._ranks)}
-        self._hash = hash((device_type, self._shape, self._ranks, self._names))
+        self.device_type = device_type
+        self.shape = tuple(int(size) for size in shape)
+        every = range(math.prod(self.shape)) if ranks is None else ranks
+        self.ranks = tuple(int(rank) for rank in every)
+        self.mesh_dim_names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        _check_mesh(self.shape, self.ranks, self.mesh_dim_names)
+        places = itertools.product(*map(range, self.shape))
+        self._coordinates = dict(zip(self.ranks, places, strict=True))
+        self._rank_at = {place: rank for rank, place in self._coordinates.items()}
+        self._hash = hash(self._key())
         self.plans: dict[Any, Any] = {}  # what plan() has found for tensors on this mesh
         self.layouts: dict[Any, Any] = {}  # what Layout.of has made on this mesh
 
     @property
-    def device_type(self) -> str:
-        """The backend's device type."""
-        return self._device_type
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of ranks along each axis."""
-        return self._shape
-
-    @property
     def ndim(self) -> int:
         """Number of axes."""
-        return len(self._shape)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks, row-major."""
-        return self._ranks
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The axis names, or None."""
-        return self._names
+        return len(self.shape)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The axis names, or `axis0`, `axis1`, ... where the mesh has none."""
-        return self._names or tuple(f"axis{i}" for i in range(self.ndim))
+        return self.mesh_dim_names or tuple(f"axis{i}" for i in range(self.ndim))
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Give the number of ranks, of one axis or of the whole mesh."""
-        return len(self._ranks) if mesh_dim is None else self._shape[self.axis_index(mesh_dim)]
+        return len(self.ranks) if mesh_dim is None else self.shape[self.axis_index(mesh_dim)]
 
     def axis_index(self, axis: int | str) -> int:
         """Give the position of an axis from its name or (negative) position.
@@ -92,34 +75,23 @@ class AbstractMesh:
             LayoutError: no such axis; the text lists those there are.
         """
         if isinstance(axis, str):
-            if self._names is not None and axis in self._names:
-                return self._names.index(axis)
-            near = near_names(axis, list(self._names or ()))
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            known = self._names or "the names of a mesh that was given mesh_dim_names"
+            names = self.mesh_dim_names or ()
+            if axis in names:
+                return names.index(axis)
+            known = names or "the names of a mesh that was given mesh_dim_names"
+            near = near_names(axis, list(names))
+            fix = (f"Did you mean {near[0]!r}? " if near else "") + "Name an axis of this mesh"
             raise LayoutError(
-                describe(
-                    "DeviceMesh",
-                    f"axis must be one of {known}",
-                    f"{hint}Name an axis of this mesh",
-                    axis=axis,
-                )
+                describe("DeviceMesh", f"axis must be one of {known}", fix, axis=axis)
             )
         if not -self.ndim <= axis < self.ndim:
-            raise LayoutError(
-                describe(
-                    "DeviceMesh",
-                    f"axis must be in [{-self.ndim}, {self.ndim})",
-                    "Pass an axis of this mesh",
-                    axis=axis,
-                )
-            )
+            must = f"axis must be in [{-self.ndim}, {self.ndim})"
+            raise LayoutError(describe("DeviceMesh", must, "Pass an axis of this mesh", axis=axis))
         return axis % self.ndim
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Give the coordinate of a global rank, or None for a rank outside the mesh."""
-        index = self._index.get(rank)
-        return None if index is None else _unravel(index, self._shape)
+        return self._coordinates.get(rank)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Give the global rank at a coordinate.
@@ -127,52 +99,36 @@ class AbstractMesh:
         Raises:
             LayoutError: the mesh has no such coordinate.
         """
-        inside = len(coordinate) == self.ndim and all(
-            0 <= c < size for c, size in zip(coordinate, self._shape, strict=True)
-        )
-        if not inside:
-            raise LayoutError(
-                describe(
-                    "DeviceMesh",
-                    f"coordinate must be inside the shape {self._shape}",
-                    "Pass one non-negative int per axis, below its size",
-                    coordinate=tuple(coordinate),
-                )
-            )
-        return self._ranks[_ravel(coordinate, self._shape)]
+        place = tuple(coordinate)
+        if place not in self._rank_at:
+            must = f"coordinate must be inside the shape {self.shape}"
+            fix = "Pass one non-negative int per axis, below its size"
+            raise LayoutError(describe("DeviceMesh", must, fix, coordinate=place))
+        return self._rank_at[place]
 
     def group_ranks(self, axis: int | str, *, rank: int) -> tuple[int, ...]:
         """List the ranks that share `rank`'s coordinate on all other axes, by coordinate.
 
         Empty for a rank outside the mesh.
         """
-        coordinate = self.coordinate(rank)
-        if coordinate is None:
-            return ()
-        i = self.axis_index(axis)
-        return tuple(
-            self.rank_at((*coordinate[:i], c, *coordinate[i + 1 :])) for c in range(self._shape[i])
-        )
+        axes = [self.axis_index(axis)]
+        return self.submesh_ranks(axes, rank=rank) if rank in self._coordinates else ()
 
     def submesh_ranks(self, axes: Sequence[int | str], *, rank: int) -> tuple[int, ...]:
         """List, row-major over `axes`, the ranks at `rank`'s coordinate on the other axes.
 
         A rank outside the mesh sees the submesh at coordinate 0 (and is outside that, too).
         """
-        base = list(self.coordinate(rank) or (0,) * self.ndim)
+        place = list(self.coordinate(rank) or (0,) * self.ndim)
         indices = [self.axis_index(axis) for axis in axes]
         if len(set(indices)) != len(indices):
-            raise LayoutError(
-                describe(
-                    "DeviceMesh", "axes must not repeat", "Name each axis once", axes=tuple(axes)
-                )
-            )
-        sizes = tuple(self._shape[i] for i in indices)
+            must, fix = "axes must not repeat", "Name each axis once"
+            raise LayoutError(describe("DeviceMesh", must, fix, axes=tuple(axes)))
         ranks: list[int] = []
-        for flat in range(math.prod(sizes)):
-            for i, c in zip(indices, _unravel(flat, sizes), strict=True):
-                base[i] = c
-            ranks.append(self.rank_at(base))
+        for own in itertools.product(*(range(self.shape[i]) for i in indices)):
+            for i, c in zip(indices, own, strict=True):
+                place[i] = c
+            ranks.append(self._rank_at[tuple(place)])
         return tuple(ranks)
 
     def __eq__(self, other: object) -> bool:
@@ -187,19 +143,18 @@ class AbstractMesh:
 
     def __reduce__(self) -> Any:
         # Not by state: the hash of a str differs between processes.
-        make = partial(AbstractMesh, ranks=self._ranks, mesh_dim_names=self._names)
-        return make, (self._device_type, self._shape)
+        make = partial(AbstractMesh, ranks=self.ranks, mesh_dim_names=self.mesh_dim_names)
+        return make, (self.device_type, self.shape)
 
     def _key(self) -> tuple[Any, ...]:
-        return (self._device_type, self._shape, self._ranks, self._names)
+        return (self.device_type, self.shape, self.ranks, self.mesh_dim_names)
 
     def __repr__(self) -> str:
-        axes = ", ".join(
-            f"{name}={size}" for name, size in zip(self.axis_names, self._shape, strict=True)
-        )
-        default = self._ranks == tuple(range(len(self._ranks)))
-        ranks = "" if default else f", ranks={list(self._ranks)}"
-        return f"{type(self).__name__}({self._device_type!r}, {axes}{ranks})"
+        sizes = zip(self.axis_names, self.shape, strict=True)
+        axes = ", ".join(f"{name}={size}" for name, size in sizes)
+        default = self.ranks == tuple(range(len(self.ranks)))
+        ranks = "" if default else f", ranks={list(self.ranks)}"
+        return f"{type(self).__name__}({self.device_type!r}, {axes}{ranks})"
 
 
 def nested_ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -216,25 +171,13 @@ def nested_ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if isinstance(value, int):
         return (), (value,)
     if not isinstance(value, (list, tuple)) or not value:
-        raise LayoutError(
-            describe(
-                "DeviceMesh",
-                "mesh must be a non-empty array of ints",
-                "Pass nested lists of global ranks",
-                mesh=mesh,
-            )
-        )
+        must, fix = "mesh must be a non-empty array of ints", "Pass nested lists of global ranks"
+        raise LayoutError(describe("DeviceMesh", must, fix, mesh=mesh))
     parts = [nested_ranks(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     shapes = {shape for shape, _ in parts}
     if len(shapes) != 1:
-        raise LayoutError(
-            describe(
-                "DeviceMesh",
-                "mesh must be rectangular",
-                "Give every row the same number of ranks",
-                mesh=mesh,
-            )
-        )
+        must, fix = "mesh must be rectangular", "Give every row the same number of ranks"
+        raise LayoutError(describe("DeviceMesh", must, fix, mesh=mesh))
     flat = tuple(rank for _, ranks in parts for rank in ranks)
     return (len(parts), *shapes.pop()), flat
 
@@ -256,45 +199,14 @@ def _check_mesh(
     shape: tuple[int, ...], ranks: tuple[int, ...], names: tuple[str, ...] | None
 ) -> None:
     """Refuse a mesh that cannot exist."""
+    where = "DeviceMesh"
     if not shape or any(size < 1 for size in shape):
-        raise LayoutError(
-            describe(
-                "DeviceMesh",
-                "shape must have at least one axis, each of size at least 1",
-                "Pass the number of ranks along each axis",
-                shape=shape,
-            )
-        )
+        must = "shape must have at least one axis, each of size at least 1"
+        fix = "Pass the number of ranks along each axis"
+        raise LayoutError(describe(where, must, fix, shape=shape))
     if len(ranks) != math.prod(shape) or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise LayoutError(
-            describe(
-                "DeviceMesh",
-                f"ranks must be {math.prod(shape)} different non-negative ints",
-                "Give each rank once",
-                ranks=ranks,
-            )
-        )
+        must = f"ranks must be {math.prod(shape)} different non-negative ints"
+        raise LayoutError(describe(where, must, "Give each rank once", ranks=ranks))
     if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
-        raise LayoutError(
-            describe(
-                "DeviceMesh",
-                f"mesh_dim_names must be {len(shape)} different names",
-                "Name each axis once",
-                mesh_dim_names=names,
-            )
-        )
-
-
-def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    coordinate: list[int] = []
-    for size in reversed(shape):
-        index, c = divmod(index, size)
-        coordinate.append(c)
-    return tuple(reversed(coordinate))
-
-
-def _ravel(coordinate: Sequence[int], shape: Sequence[int]) -> int:
-    index = 0
-    for c, size in zip(coordinate, shape, strict=True):
-        index = index * size + c
-    return index
+        must = f"mesh_dim_names must be {len(shape)} different names"
+        raise LayoutError(describe(where, must, "Name each axis once", mesh_dim_names=names))

@@ -33,7 +33,7 @@ class Placement:
     @property
     def cut_dim(self) -> int | None:
         """The tensor dim that the axis cuts, in any way, or None."""
-        return None
+        return getattr(self, "dim", None)
 
     def parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """List (size, block) of the parts of `size` entries that are cut one by one.
@@ -45,17 +45,15 @@ class Placement:
 
     def is_replicate(self) -> bool:
         """Tell whether every rank of the axis holds the whole value."""
-        return False
+        return isinstance(self, Replicate)
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Tell whether the axis cuts a tensor dim (`dim`, or any) in plain chunks, as `Shard`."""
-        del dim
-        return False
+        return isinstance(self, Shard) and dim in (None, self.dim)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Tell whether the axis holds a pending reduction (`reduce_op`, or any)."""
-        del reduce_op
-        return False
+        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +64,6 @@ class Replicate(Placement):
         >>> Replicate()
         R
     """
-
-    def is_replicate(self) -> bool:
-        """Tell that every rank of the axis holds the whole value."""
-        return True
 
     def __repr__(self) -> str:
         return "R"
@@ -108,18 +102,9 @@ class Shard(Placement):
                 )
             )
 
-    @property
-    def cut_dim(self) -> int:
-        """The tensor dim that is cut."""
-        return self.dim
-
     def parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """Give the one part that is cut: all of it."""
         return ((size, self.block),)
-
-    def is_shard(self, dim: int | None = None) -> bool:
-        """Tell whether it is `dim` that is cut; any dim if None."""
-        return dim is None or dim == self.dim
 
     def __repr__(self) -> str:
         return f"S({self.dim})" if self.block == 1 else f"S({self.dim}, block={self.block})"
@@ -158,11 +143,6 @@ class StridedShard(Placement):
                     split_factor=self.split_factor,
                 )
             )
-
-    @property
-    def cut_dim(self) -> int:
-        """The tensor dim that is cut."""
-        return self.dim
 
     def parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """Give the chunks that are cut one by one."""
@@ -222,11 +202,6 @@ class Packed(Placement):
                 )
             )
 
-    @property
-    def cut_dim(self) -> int:
-        """The tensor dim that is cut."""
-        return self.dim
-
     def parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """Give the packed parts, whatever `size` is; a layout checks that they add up to it."""
         del size
@@ -265,10 +240,6 @@ class Partial(Placement):
                 )
             )
 
-    def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Tell whether `reduce_op` is pending; any op if None."""
-        return reduce_op is None or reduce_op == self.reduce_op
-
     def __repr__(self) -> str:
         return f"P({self.reduce_op})"
 
@@ -300,42 +271,20 @@ def normalize(placements: Sequence[Placement], ndim: int, *, where: str) -> tupl
     result: list[Placement] = []
     for placement in placements:
         if not isinstance(placement, Placement):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(
-                describe(
-                    where,
-                    "every placement must be a Replicate, Shard, StridedShard, Packed or Partial",
-                    "Pass a sequence with one placement per mesh axis",
-                    placement=placement,
-                )
-            )
-        if placement.cut_dim is not None:
-            placement = _normal_dim(placement, ndim, where)
+            must = "every placement must be a Replicate, Shard, StridedShard, Packed or Partial"
+            fix = "Pass a sequence with one placement per mesh axis"
+            raise LayoutError(describe(where, must, fix, placement=placement))
+        dim = placement.cut_dim
+        if dim is not None and ndim == 0:
+            must = "a tensor of 0 dims must be Replicate or Partial"
+            raise LayoutError(describe(where, must, "Replicate it", placement=placement))
+        if dim is not None and not -ndim <= dim < ndim:
+            must = f"Shard dim must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims"
+            raise LayoutError(describe(where, must, "Pass a dim the tensor has", dim=dim))
+        if isinstance(placement, (Shard, StridedShard, Packed)) and placement.dim < 0:
+            placement = replace(placement, dim=placement.dim + ndim)
         result.append(placement)
     return tuple(result)
-
-
-def _normal_dim(placement: Placement, ndim: int, where: str) -> Placement:
-    dim = placement.cut_dim
-    assert dim is not None and isinstance(placement, (Shard, StridedShard, Packed))
-    if ndim == 0:
-        raise LayoutError(
-            describe(
-                where,
-                "a tensor of 0 dims must be Replicate or Partial",
-                "Replicate it",
-                placement=placement,
-            )
-        )
-    if not -ndim <= dim < ndim:
-        raise LayoutError(
-            describe(
-                where,
-                f"Shard dim must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims",
-                "Pass a dim the tensor has",
-                dim=dim,
-            )
-        )
-    return placement if dim >= 0 else replace(placement, dim=dim + ndim)
 
 
 def _check_dim(where: str, dim: object) -> None:
