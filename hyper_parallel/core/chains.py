@@ -16,6 +16,7 @@ from hyper_parallel.core.nesting import (
     Cut,
     Overlap,
     canonical,
+    held_at,
     held_by,
     is_even,
     largest,
@@ -147,5 +148,5 @@ def _written_once(size: int, chain: Chain) -> object:
     ordered = tuple(sorted(chain, key=lambda step: step.axis))
     held: list[object] = [step.axis for step in ordered]
     for places in places_of((ordered,)):
-        held.append(held_by(size, chain, tuple([places[step.axis] for step in chain])))
+        held.append(held_at(size, chain, places))
     return tuple(held)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from hyper_parallel.core.interval import Intervals, count
 from hyper_parallel.core.mesh import AbstractMesh
@@ -13,7 +15,7 @@ from hyper_parallel.core.nesting import (
     Chain,
     Cut,
     canonical,
-    held_by,
+    held_at,
     largest,
     places_of,
     sizes_left,
@@ -66,42 +68,37 @@ class Layout:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        where = "Layout"
-        if len(self.placements) != self.mesh.ndim:
-            raise LayoutError(
-                describe(
-                    where,
-                    f"placements must have one entry per mesh axis ({self.mesh.ndim})",
-                    "Pass one placement per axis",
-                    placements=tuple(self.placements),
-                )
-            )
+        where, ndim = "Layout", self.mesh.ndim
+        if len(self.placements) != ndim:
+            must = f"placements must have one entry per mesh axis ({ndim})"
+            fix, got = "Pass one placement per axis", tuple(self.placements)
+            raise LayoutError(describe(where, must, fix, placements=got))
         shape = tuple(int(size) for size in self.shape)
         if any(size < 0 for size in shape):
-            raise LayoutError(
-                describe(where, "sizes must not be negative", "Pass the global shape", shape=shape)
-            )
+            must, fix = "sizes must not be negative", "Pass the global shape"
+            raise LayoutError(describe(where, must, fix, shape=shape))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "placements", normalize(self.placements, len(shape), where=where))
-        _check_partials(self.placements, where)
+        _check_partials(self.placements)
         object.__setattr__(self, "order", _least_order(self))
         _check_sizes(self)
-        written = (self.mesh, self.placements, self.shape, self.order)
-        object.__setattr__(self, "_hash", hash(written))
+        object.__setattr__(self, "_hash", hash(self._written()))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, Layout):
             return NotImplemented
-        return self._hash == other._hash and self.__reduce__() == other.__reduce__()
+        return self._hash == other._hash and self._written() == other._written()
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The hash is this process's own.
-        return Layout, (self.mesh, self.placements, self.shape, self.order)
+        return Layout, self._written()  # the hash is this process's own
+
+    def _written(self) -> tuple[Any, ...]:
+        return (self.mesh, self.placements, self.shape, self.order)
 
     @property
     def ndim(self) -> int:
@@ -123,15 +120,18 @@ class Layout:
         """The layout of a gradient: Partial becomes Replicate."""
         if not self.has_partial:
             return self
-        placements = cotangent(self.placements)
-        if self.order:
-            return replace(self, placements=placements)
-        return self.with_placements(placements)
+        return Layout.of(self.mesh, cotangent(self.placements), self.shape, self.order)
 
     @cached_property
     def replicated(self) -> Layout:
         """The layout in which every rank holds the whole value."""
         return self.with_placements((Replicate(),) * self.mesh.ndim)
+
+    @cached_property
+    def pending(self) -> tuple[str | None, ...]:
+        """The reduction that is pending on each axis; None on those of one rank."""
+        pairs = zip(self.placements, self.mesh.shape, strict=True)
+        return tuple(p.reduce_op if isinstance(p, Partial) and n > 1 else None for p, n in pairs)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
@@ -155,16 +155,20 @@ class Layout:
 
     @classmethod
     def of(
-        cls, mesh: AbstractMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+        cls,
+        mesh: AbstractMesh,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...],
+        order: tuple[int, ...] = (),
     ) -> Layout:
         """Give the layout of these facts, the same object each time: to look up, not to make."""
-        key = (placements, shape)
+        key = (placements, shape, order)
         found = mesh.layouts.get(key)
         if found is None:
             if len(mesh.layouts) >= _MAX_LAYOUTS:
                 mesh.layouts.clear()
-            made = cls(mesh, placements, shape)
-            found = mesh.layouts.setdefault((made.placements, made.shape), made)
+            made = cls(mesh, placements, shape, order)
+            found = mesh.layouts.setdefault((made.placements, made.shape, made.order), made)
             mesh.layouts[key] = found
         return found
 
@@ -189,20 +193,16 @@ class Layout:
         """
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
+            must = f"rank must be in the mesh {self.mesh.ranks}"
             raise LayoutError(
-                describe(
-                    "Layout.intervals",
-                    f"rank must be in the mesh {self.mesh.ranks}",
-                    "Ask a rank of the mesh",
-                    rank=rank,
-                )
+                describe("Layout.intervals", must, "Ask a rank of the mesh", rank=rank)
             )
         return self.intervals_at(coordinate)
 
     def intervals_at(self, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
         """Give the indices of each dim that are held at a coordinate of the mesh."""
         return tuple(
-            held_by(size, chain, tuple([coordinate[step.axis] for step in chain]))
+            held_at(size, chain, coordinate)
             for size, chain in zip(self.shape, self.chains, strict=True)
         )
 
@@ -214,15 +214,9 @@ class Layout:
         """
         held = self.intervals(rank)
         if any(len(own) > 1 for own in held):
-            raise LayoutError(
-                describe(
-                    "Layout.slices",
-                    "the rank must hold one range of each dim",
-                    "Use intervals(rank) for strided and packed shards",
-                    layout=self,
-                    rank=rank,
-                )
-            )
+            must = "the rank must hold one range of each dim"
+            fix = "Use intervals(rank) for strided and packed shards"
+            raise LayoutError(describe("Layout.slices", must, fix, layout=self, rank=rank))
         return tuple(slice(*own[0]) if own else slice(0, 0) for own in held)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -256,103 +250,63 @@ def same_cut(a: Layout, b: Layout) -> bool:
     """
     if a.shape != b.shape or set(a.mesh.ranks) != set(b.mesh.ranks):
         return False
-    pending = [
-        [
-            (axis, p)
-            for axis, p in enumerate(x.placements)
-            if p.is_partial() and x.mesh.shape[axis] > 1
-        ]
-        for x in (a, b)
-    ]
     if a.mesh.shape == b.mesh.shape and a.mesh.ranks == b.mesh.ranks:
-        pairs = zip(a.shape, a.simple_chains, b.simple_chains, strict=True)
-        return pending[0] == pending[1] and all(_same_held(*pair) for pair in pairs)
-    return not any(pending) and all(a.intervals(rank) == b.intervals(rank) for rank in a.mesh.ranks)
+        chains = zip(a.shape, a.simple_chains, b.simple_chains, strict=True)
+        return a.pending == b.pending and all(_same_held(*pair) for pair in chains)
+    if any(a.pending) or any(b.pending):
+        return False
+    return all(a.intervals(rank) == b.intervals(rank) for rank in a.mesh.ranks)
 
 
 @lru_cache(maxsize=8192)
 def _same_held(size: int, a: Chain, b: Chain) -> bool:
-    if a == b:
-        return True
-    return all(
-        held_by(size, a, tuple([places[step.axis] for step in a]))
-        == held_by(size, b, tuple([places[step.axis] for step in b]))
-        for places in places_of((a, b))
+    return a == b or all(
+        held_at(size, a, places) == held_at(size, b, places) for places in places_of((a, b))
     )
 
 
-def _check_partials(placements: Sequence[Placement], where: str) -> None:
+def _check_partials(placements: Sequence[Placement]) -> None:
     """Refuse a mix of reductions whose order would matter."""
     ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
     if len(ops) > 1 and not ops <= {"sum", "avg"}:
-        raise LayoutError(
-            describe(
-                where,
-                "Partial ops on several mesh axes must be the same, or sum and avg",
-                "Reduce one of them first",
-                placements=tuple(placements),
-            )
-        )
+        must = "Partial ops on several mesh axes must be the same, or sum and avg"
+        fix = "Reduce one of them first"
+        raise LayoutError(describe("Layout", must, fix, placements=tuple(placements)))
 
 
 def _check_sizes(layout: Layout) -> None:
     """Refuse a block that does not divide what it cuts, and packed sizes that are not its sum."""
     for dim, chain in enumerate(layout.chains):
-        if all(isinstance(p, Shard) and p.block == 1 for _, _, p in chain):
+        if all(isinstance(step.placement, Shard) and step.placement.block == 1 for step in chain):
             continue
         sizes = frozenset((layout.shape[dim],))
         for step in chain:
-            _check_cut(layout, step, sizes, dim)
+            placement, name = step.placement, layout.mesh.axis_names[step.axis]
+            cuts = sorted(sizes, reverse=True)
+            if isinstance(placement, Shard) and any(size % placement.block for size in sizes):
+                must = f"block must divide what axis {name!r} cuts of dim {dim}"
+                fix, block = "Pass a block that divides it", placement.block
+                raise LayoutError(describe("Layout", must, fix, sizes=cuts, block=block))
+            if isinstance(placement, Packed) and cuts != [sum(placement.sizes)]:
+                must = f"packed sizes must add up to what axis {name!r} cuts of dim {dim}"
+                fix, parts = "Pass the sizes of the parts that are packed there", placement.sizes
+                raise LayoutError(describe("Layout", must, fix, cuts=cuts, sizes=parts))
             sizes = sizes_left(sizes, step)
-
-
-def _check_cut(layout: Layout, step: Cut, sizes: frozenset[int], dim: int) -> None:
-    placement, name = step.placement, layout.mesh.axis_names[step.axis]
-    if isinstance(placement, Shard) and any(size % placement.block for size in sizes):
-        raise LayoutError(
-            describe(
-                "Layout",
-                f"block must divide what axis {name!r} cuts of dim {dim}",
-                "Pass a block that divides it",
-                sizes=sorted(sizes, reverse=True),
-                block=placement.block,
-            )
-        )
-    if isinstance(placement, Packed) and sizes != frozenset((sum(placement.sizes),)):
-        raise LayoutError(
-            describe(
-                "Layout",
-                f"packed sizes must add up to what axis {name!r} cuts of dim {dim}",
-                "Pass the sizes of the parts that are packed there",
-                cuts=sorted(sizes, reverse=True),
-                sizes=placement.sizes,
-            )
-        )
 
 
 def _least_order(layout: Layout) -> tuple[int, ...]:
     """Write an order of axes in one way: empty if left to right would cut alike."""
-    order, mesh = layout.order, layout.mesh
+    order, ndim = layout.order, layout.mesh.ndim
     if not order:
         return ()
-    if sorted(order) != list(range(mesh.ndim)):
-        raise LayoutError(
-            describe(
-                "Layout",
-                f"order must name each of the {mesh.ndim} axes once",
-                "Pass the axes from the one that cuts first to the one that cuts last",
-                order=order,
-            )
-        )
-    dims = [p.cut_dim for p in layout.placements]
-    written = list(order)
-    least: list[int] = []
-    while written:
-        free = [
-            axis
-            for i, axis in enumerate(written)
-            if dims[axis] is None or dims[axis] not in [dims[other] for other in written[:i]]
-        ]
-        least.append(min(free))
-        written.remove(min(free))
-    return () if least == sorted(least) else tuple(least)
+    if sorted(order) != list(range(ndim)):
+        must = f"order must name each of the {ndim} axes once"
+        fix = "Pass the axes from the one that cuts first to the one that cuts last"
+        raise LayoutError(describe("Layout", must, fix, order=order))
+    # Only the axes that cut one dim must stay in order; of the others the first goes first.
+    nested: dict[Any, list[int]] = {}
+    for axis in order:
+        dim = layout.placements[axis].cut_dim
+        nested.setdefault(("whole", axis) if dim is None else dim, []).append(axis)
+    least = tuple(heapq.merge(*nested.values()))
+    return () if least == tuple(range(ndim)) else least

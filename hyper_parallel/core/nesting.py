@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ __all__ = [
     "Chain",
     "Cut",
     "canonical",
+    "held_at",
     "held_by",
     "is_even",
     "largest",
@@ -61,6 +62,11 @@ def held_by(size: int, chain: Chain, places: tuple[int, ...]) -> Intervals:
     held = held_by(size, chain[:-1], places[:-1])
     last = chain[-1]
     return cut(held, last.placement.parts(count(held)), last.num_ranks, places[-1])
+
+
+def held_at(size: int, chain: Chain, coordinate: Mapping[int, int] | Sequence[int]) -> Intervals:
+    """Give the indices left to the rank at a coordinate, or at a place for each axis."""
+    return held_by(size, chain, tuple([coordinate[step.axis] for step in chain]))
 
 
 def sizes_left(sizes: frozenset[int], step: Cut) -> frozenset[int]:
@@ -275,9 +281,8 @@ def overlap(size: int, a: Chain, b: Chain, group: frozenset[int]) -> Overlap:
     own, lack = size, 0
     hottest = (-1, 0)
     for places in places_of((a, b), only_some=True):
-        before = held_by(size, a, tuple([places[step.axis] for step in a]))
-        after = held_by(size, b, tuple([places[step.axis] for step in b]))
-        wanted = held_by(size, together, tuple([places[step.axis] for step in together]))
+        before, after = held_at(size, a, places), held_at(size, b, places)
+        wanted = held_at(size, together, places)
         both = count(intersect(before, after))
         own, lack = min(own, both), max(lack, count(after) - both)
         hot = count(intersect(before, wanted))

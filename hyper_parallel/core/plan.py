@@ -209,15 +209,8 @@ def _plan_on_one_mesh(src: Layout, dst: Layout, itemsize: int, model: LinkModel)
 
 def problem_of(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Problem:
     """State what the search is asked for two layouts on one mesh."""
-    return Problem(src.mesh.shape, src.shape, _state(src), _state(dst), itemsize, model)
-
-
-def _state(layout: Layout) -> State:
-    pending = tuple(
-        p.reduce_op if isinstance(p, Partial) and n > 1 else None
-        for p, n in zip(layout.placements, layout.mesh.shape, strict=True)
-    )
-    return State(layout.simple_chains, pending)
+    start, end = (State(layout.simple_chains, layout.pending) for layout in (src, dst))
+    return Problem(src.mesh.shape, src.shape, start, end, itemsize, model)
 
 
 def _layout(like: Layout, state: State) -> Layout:
