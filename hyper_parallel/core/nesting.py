@@ -16,20 +16,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from hyper_parallel.core.interval import Intervals, chunk_sizes, count, cut, intersect, whole
+from hyper_parallel.core.interval import Intervals, chunk_sizes, count, cut, whole
 from hyper_parallel.core.placement import Placement, Shard, StridedShard
 
 __all__ = [
     "Chain",
     "Cut",
     "canonical",
+    "digits",
     "held_at",
     "held_by",
     "is_even",
     "largest",
     "least",
-    "moved_axes",
-    "overlap",
     "places_of",
     "sizes_left",
     "without",
@@ -226,18 +225,7 @@ def is_even(size: int, chain: Chain) -> bool:
     return size % (math.prod(step.num_ranks for step in chain) * (strides[-1] or 1)) == 0
 
 
-@lru_cache(maxsize=65536)
-def moved_axes(size: int, a: Chain, b: Chain) -> frozenset[int]:
-    """Give the axes of `a` along which some rank needs, for `b`, what another rank holds."""
-    if is_even(size, a) and is_even(size, b):
-        return frozenset(axis for axis, _ in _digits(a).items() - _digits(b).items())
-    same = 0
-    while same < min(len(a), len(b)) and a[same] == b[same]:
-        same += 1
-    return frozenset(step.axis for step in a[same:])
-
-
-def _digits(chain: Chain) -> dict[int, int]:
+def digits(chain: Chain) -> dict[int, int]:
     """Give for each axis the product of all digits outside its own."""
     outside = 1
     found: dict[int, int] = {}
@@ -245,50 +233,6 @@ def _digits(chain: Chain) -> dict[int, int]:
         found[step.axis] = outside * (step.stride or 1)
         outside *= step.num_ranks
     return found
-
-
-class Overlap(NamedTuple):
-    """How what ranks hold of a dim before and after a step overlaps; see `overlap`.
-
-    Args:
-        need: the most that a rank holds after it.
-        own: the least of it that a rank holds before it.
-        lack: the most that a rank holds only after it.
-        hot: what the rank that gives the most away holds before it, and its group after it.
-        kept: what of that this rank holds after it itself.
-    """
-
-    need: int
-    own: int
-    lack: int
-    hot: int
-    kept: int
-
-
-@lru_cache(maxsize=65536)
-def overlap(size: int, a: Chain, b: Chain, group: frozenset[int]) -> Overlap:
-    """Estimate what ranks of `group` need and offer of a dim when it goes from `a` to `b`.
-
-    Exact for even cuts; else an estimate from the first and last places of each axis.
-    """
-    if a == b:
-        most = largest(size, a)
-        return Overlap(most, most, 0, most, most)
-    together = without(size, b, group)
-    if together is None:
-        first = next(i for i, step in enumerate(b) if step.axis in group)
-        together = b[:first]
-    own, lack = size, 0
-    hottest = (-1, 0)
-    for places in places_of((a, b), only_some=True):
-        before, after = held_at(size, a, places), held_at(size, b, places)
-        wanted = held_at(size, together, places)
-        both = count(intersect(before, after))
-        own, lack = min(own, both), max(lack, count(after) - both)
-        hot = count(intersect(before, wanted))
-        hottest = max(hottest, (hot - both, hot))
-    sent, hot = hottest
-    return Overlap(largest(size, b), own, lack, hot, hot - sent)
 
 
 def places_of(chains: tuple[Chain, ...], *, only_some: bool = False) -> Iterator[dict[int, int]]:

@@ -19,10 +19,10 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hyper_parallel.core.chains import Dim
-from hyper_parallel.core.collective import StepKind
+from hyper_parallel.core.chains import NO_AXES, Axes, Dim, Ends
+from hyper_parallel.core.collective import COMMUNICATING, StepKind
 from hyper_parallel.core.cost import elements_moved
-from hyper_parallel.core.states import NO_AXES, Axes, Ids, Problem, Role, States
+from hyper_parallel.core.states import Ids, Problem, Role, States
 
 __all__ = ["Move", "Space"]
 
@@ -42,170 +42,141 @@ class Space(States):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._prices: dict[Axes, tuple[int, float]] = {}
-        self._swapped: dict[tuple[Ids, Ids], list[tuple[Axes, int, int]]] = {}
-        self._counts: dict[Axes, int] = {}
-        self._end_role = self._roles[self.end]
-        self._bounds: list[int | None] = [None] * len(self._ids)
-        single = [self._terms(frozenset((axis,))) for axis in self._axes]
+        groups = [
+            frozenset(axes)
+            for n in range(len(self._axes) + 1)
+            for axes in itertools.combinations(sorted(self._axes), n)
+        ]
+        self._count = {axes: math.prod(problem.mesh_shape[a] for a in axes) for axes in groups}
+        # Picoseconds of a collective without data, and per element.
+        self._terms: dict[Axes, tuple[int, float]] = {}
+        for axes in groups:
+            fixed, per_byte = problem.model.terms(problem.mesh_shape, sorted(axes))
+            self._terms[axes] = round(fixed * 1e12), per_byte * 1e12 * problem.itemsize
+        single = [self._terms[axes] for axes in groups if len(axes) == 1]
         self._least = min(fixed for fixed, _ in single)
         self._per_element = min(per_element for _, per_element in single)
-
-    def bound(self, number: int) -> int:
-        """Give picoseconds that any way from a state to the end takes at least; [Note: bound]."""
-        found = self._bounds[number]
-        if found is None:
-            found = self._bounds[number] = self._bound(number)
-        return found
+        self.bounds = [self._bound(number) for number in range(len(self))]
 
     def _bound(self, number: int) -> int:
-        cut, _, waits = self._roles[number]
-        reduced = waits - self._end_role.waits
-        received = self._received(number, bool(reduced))
+        """Give picoseconds that any way from a state to the end takes at least; [Note: bound]."""
+        role, end = self._roles[number], self._roles[self.end]
+        reduced = role.waits - end.waits
+        need, own, last_need, last_own = self._at_ends(number, self._axes)
+        # Ranks that fill a pending reduction in place share what it is filled from; [Note: images].
+        filled = self._count[(end.waits - role.waits) & self._roles[0].cut]
+        if filled > 1:
+            need, last_need = need // filled, last_need // filled
+            own = last_own = self._held(number)[1]
+        received = max(need, last_need) if reduced else max(need - own, last_need - last_own, 0)
         slower, moved = 0.0, NO_AXES
-        for axis in cut | reduced:
-            crossing = self._crossing(number, axis, axis in reduced)
+        for axis in (role.cut | reduced) - end.waits:
+            line = frozenset((axis,))
+            need, own, last_need, last_own = self._at_ends(number, line)
+            crossing = max(need, last_need)
+            if axis not in reduced:
+                crossing = max(need - own, last_need - last_own)
             if crossing:
-                moved |= {axis}
-                extra = self._terms(frozenset((axis,)))[1] - self._per_element
-                slower = max(slower, extra * crossing)
+                moved |= line
+                extra = self._terms[line][1] - self._per_element
+                slower = max(slower, extra * (crossing / self._count[self._axes - line]))
         if not moved and not received:
             return 0
-        fixed = sum(self._terms(axes)[0] for axes in (reduced, moved - reduced) if axes)
+        fixed = sum(self._terms[axes][0] for axes in (reduced, moved - reduced) if axes)
         data = int(received * self._per_element + slower) - 4  # for what steps round off
         return (fixed or self._least) + max(data, 0)
 
-    def _received(self, number: int, is_reduction: bool) -> int:
-        """Give the most elements that the first or the last rank has to receive until the end."""
-        need, own, last_need, last_own = self._rest, self._rest, self._rest, self._rest
+    def _at_ends(self, number: int, axes: Axes) -> Ends:
+        """Count what all ranks at the first, or last, places of axes need at the end, and hold."""
+        need = own = last_need = last_own = self._rest
         for dim, i, j in zip(self._dims, self._ids[number], self._ids[self.end], strict=True):
-            (wanted, both), (last_wanted, last_both) = dim.at_corners(i, j)
-            need, own = need * wanted, own * both
-            last_need, last_own = last_need * last_wanted, last_own * last_both
-        # Ranks that fill a pending reduction in place share what it is filled from; [Note: images].
-        filled = self._count(
-            (self._end_role.waits - self._roles[number].waits) & self._roles[0].cut
-        )
-        if filled > 1:
-            need, last_need = need // filled, last_need // filled
-            own = last_own = self._largest(number)
-        if is_reduction:
-            own = last_own = 0
-        return max(need - own, last_need - last_own, 0)
+            first = dim.at_ends(i, j, axes)
+            need, own = need * first[0], own * first[1]
+            last_need, last_own = last_need * first[2], last_own * first[3]
+        return need, own, last_need, last_own
 
-    def _crossing(self, number: int, axis: int, is_reduced: bool) -> float:
-        """Give the elements that each rank at the first or last place of an axis must have over it.
-
-        Together they need what no rank at that place holds; of a reduction along it, all.
-        """
-        if not is_reduced and axis in self._end_role.waits:
-            return 0.0
-        need, own, last_need, last_own = self._rest, self._rest, self._rest, self._rest
-        for dim, i, j in zip(self._dims, self._ids[number], self._ids[self.end], strict=True):
-            (wanted, both), (last_wanted, last_both) = dim.at_places(i, j, axis)
-            need, own = need * wanted, own * both
-            last_need, last_own = last_need * last_wanted, last_own * last_both
-        if is_reduced:
-            own = last_own = 0
-        most = max(need - own, last_need - last_own)
-        return most / self._count(frozenset(self._axes) - {axis})
-
-    def moves(self, here: int, room: float) -> Iterator[Move]:
+    def moves(self, here: int, room: float, *, straight: bool = False) -> Iterator[Move]:
         """Yield the steps from a state after which at most `room` picoseconds have passed.
 
-        Several for one target where their costs differ.
+        Several for one target where their costs differ. Straight: only the direct exchange to the
+        end, besides the other kinds of steps.
         """
-        mine, ids = self._roles[here], self._ids[here]
         for role, members in self._members.items():
-            lost, gained = mine.waits - role.waits, role.waits - mine.waits
-            new, old = role.cut - mine.cut, mine.cut - role.cut
-            if lost:
-                if not gained and not old and new in (NO_AXES, lost):
-                    yield from self._reductions(here, role, lost, new)
-            elif gained:
-                if len(gained) == 1 and not new and old <= gained:
-                    yield from self._fills(here, role, gained, old)
-            elif mine.pending != role.pending:
-                yield from self._scalings(here, role)
-            else:
-                target, only_new = -1, bool(new) and not old
-                if old and not new:
-                    target = self._number.get((self._taken_out(here, old), role.pending), -1)
-                    if target >= 0:
-                        yield self._even(here, target, "all_gather", old)
-                sliced = {i for i in members if self._taken_out(i, new) == ids} if only_new else ()
-                for there in members:
-                    if there in sliced:
-                        yield Move(there, "slice", new)
-                    elif there not in (target, here) and self._least + self.bound(there) <= room:
-                        for group, cost, size in self._swaps(here, there):
-                            yield Move(there, "all_to_all", group, cost, size)
+            kind, axes = self._step(here, role)
+            if kind is None:
+                continue
+            reached = self._reached(here, role, kind)
+            yield from (self._simple(here, there, kind, axes) for there in reached)
+            if kind in ("all_gather", "slice", "all_to_all"):
+                others = {self.end}.intersection(members) if straight else members
+                for there in others:
+                    if self._least + self.bounds[there] <= room and there not in reached:
+                        yield from self._swaps(here, there, room)
 
-    def _reductions(self, here: int, role: Role, lost: Axes, new: Axes) -> Iterator[Move]:
-        pending = self._roles[here].pending
-        ops = {pending[axis] for axis in lost}
-        kept = all(role.pending[axis] == pending[axis] for axis in role.waits)
-        if len(ops) > 1 or not kept:
-            return
-        if not new:
-            target = self._number.get((self._ids[here], role.pending))
-            if target is not None:
-                yield self._even(here, target, "all_reduce", lost)
-            return
-        for there in self._members[role]:
-            if self._taken_out(there, lost) == self._ids[here]:
-                yield self._even(here, there, "reduce_scatter", lost)
+    def _step(self, here: int, role: Role) -> tuple[StepKind | None, Axes]:
+        """Say what one step leads from a state to those of a role, and over which axes."""
+        mine, nothing = self._roles[here], (None, NO_AXES)
+        lost, gained = mine.waits - role.waits, role.waits - mine.waits
+        new, old = role.cut - mine.cut, mine.cut - role.cut
+        before, after = mine.pending, role.pending
+        changed = [axis for axis in mine.waits & role.waits if before[axis] != after[axis]]
+        if changed:
+            is_alone = len(changed) == 1 and not (lost or gained or new or old)
+            is_scaled = {before[changed[0]], after[changed[0]]} == {"sum", "avg"}
+            return ("scale", frozenset(changed)) if is_alone and is_scaled else nothing
+        if lost:
+            is_alike = len({before[axis] for axis in lost}) == 1
+            if gained or old or new not in (NO_AXES, lost) or not is_alike:
+                return nothing
+            return "reduce_scatter" if new else "all_reduce", lost
+        if gained:
+            axis, *others = gained
+            is_final = after[axis] == self.problem.dst.pending[axis]
+            if others or new or not old <= gained or not is_final:
+                return nothing
+            return ("fill", gained) if not old or self._is_share(here, axis) else nothing
+        if (new and old) or not (new or old):
+            return "all_to_all", NO_AXES
+        return ("slice", new) if new else ("all_gather", old)
 
-    def _fills(self, here: int, role: Role, gained: Axes, old: Axes) -> Iterator[Move]:
-        (axis,) = gained
-        pending = self._roles[here].pending
-        kept = all(role.pending[other] == pending[other] for other in role.waits - gained)
-        if not kept or role.pending[axis] != self.problem.dst.pending[axis]:
-            return
-        ids = self._ids[here]
-        if old:  # only the innermost cut of a dim is a share in place; see [Note: images]
-            if axis not in self._roles[0].cut:
-                return
-            for dim, i in zip(self._dims, ids, strict=True):
-                if axis in dim.axes[i] and dim.chains[i][-1].axis != axis:
-                    return
-            ids = self._taken_out(here, gained)
-        target = self._number.get((ids, role.pending))
-        if target is not None:
-            yield Move(target, "fill", gained)
+    def _reached(self, here: int, role: Role, kind: StepKind) -> list[int]:
+        """List the states of a role that are reached by one step that is no direct exchange."""
+        if kind == "all_to_all":
+            return []
+        cut = self._roles[here].cut
+        new, left = role.cut - cut, self._taken_out(here, cut - role.cut)
+        if new:
+            return [i for i in self._members[role] if self._taken_out(i, new) == left]
+        found = self._number.get((left, role.pending))
+        return [] if found is None else [found]
 
-    def _scalings(self, here: int, role: Role) -> Iterator[Move]:
-        pairs = zip(self._roles[here].pending, role.pending, strict=True)
-        changed = {axis: pair for axis, pair in enumerate(pairs) if pair[0] != pair[1]}
-        target = self._number.get((self._ids[here], role.pending))
-        if target is not None and len(changed) == 1 and set(*changed.values()) == {"sum", "avg"}:
-            yield Move(target, "scale", frozenset(changed))
+    def _is_share(self, here: int, axis: int) -> bool:
+        """Tell whether what an axis cuts may be filled in place; see [Note: images].
 
-    def _swaps(self, here: int, there: int) -> list[tuple[Axes, int, int]]:
-        """List direct exchanges: over the axes that must, or also over replicas to share work."""
-        key = self._ids[here], self._ids[there]
-        found = self._swapped.get(key)
-        if found is not None:
-            return found
-        found = self._swapped[key] = []
-        pairs = [pair for pair in zip(self._dims, *key, strict=True) if pair[1] != pair[2]]
+        Only the innermost cut of a dim is a share in place.
+        """
+        return axis in self._roles[0].cut and all(
+            axis not in dim.axes[i] or dim.chains[i][-1].axis == axis
+            for dim, i in zip(self._dims, self._ids[here], strict=True)
+        )
+
+    def _swaps(self, here: int, there: int, room: float) -> Iterator[Move]:
+        """Yield direct exchanges: over the axes that must, or also over replicas to share work."""
+        ends = self._ids[here], self._ids[there]
+        pairs = [pair for pair in zip(self._dims, *ends, strict=True) if pair[1] != pair[2]]
         must = NO_AXES.union(*[dim.moved(i, j) for dim, i, j in pairs])
-        if not must:
-            return found
+        if not must or self._terms[must][0] + self.bounds[there] > room:
+            return
         before, after = self._roles[here].cut, self._roles[there].cut
         spare = sorted(after - before)
         for n in range(len(spare) + 1):
             for more in itertools.combinations(spare, n):
-                group = must.union(more) if more else must
-                ratio = self._count(group - after), self._count(group - before)
-                received, sent = self._swap_elements(key, pairs, group, ratio)
-                fixed, per_element = self._terms(group)
-                most = max(received, sent)
-                size = most * self.problem.itemsize
-                found.append((group, fixed + round(most * per_element), size))
+                group = must.union(more)
+                ratio = self._count[group - after], self._count[group - before]
+                received, sent = self._swap_elements(ends, pairs, group, ratio)
+                yield self._move(there, "all_to_all", group, max(received, sent))
                 if n == 0 and sent <= received:
-                    return found
-        return found
+                    return
 
     def _swap_elements(
         self,
@@ -236,44 +207,35 @@ class Space(States):
             hot, kept = hot * found.hot, kept * found.kept
             part *= min(dim.largest[i], dim.largest[j])
         received = lack if len(pairs) == 1 else need - own
-        most = (self._count(group) - 1) * part
+        most = (self._count[group] - 1) * part
         return min(received, most), min(hot * ratio[0] // ratio[1] - kept, most)
 
-    def _count(self, axes: Axes) -> int:
-        """Count the ranks along axes."""
-        found = self._counts.get(axes)
-        if found is None:
-            found = math.prod(self.problem.mesh_shape[axis] for axis in axes)
-            self._counts[axes] = found
-        return found
-
     def _taken_out(self, number: int, axes: Axes) -> Ids:
+        """Give the chains of a state without axes; -1 for what no chain says."""
+        ids = self._ids[number]
+        if not axes:
+            return ids
         return tuple(
             i if dim.axes[i].isdisjoint(axes) else dim.without(i, axes)
-            for dim, i in zip(self._dims, self._ids[number], strict=True)
+            for dim, i in zip(self._dims, ids, strict=True)
         )
 
-    def _even(self, here: int, there: int, kind: StepKind, axes: Axes) -> Move:
-        more, less = (there, here) if kind == "all_gather" else (here, there)
-        pieces = self._least_held(less), self._largest(less)
-        elements = elements_moved(kind, self._count(axes), self._largest(more), pieces)
-        fixed, per_element = self._terms(axes)
+    def _simple(self, here: int, there: int, kind: StepKind, axes: Axes) -> Move:
+        if kind not in COMMUNICATING:
+            return Move(there, kind, axes)
+        more, less = self._held(here), self._held(there)
+        if kind == "all_gather":
+            more, less = less, more
+        return self._move(there, kind, axes, elements_moved(kind, self._count[axes], more[1], less))
+
+    def _move(self, there: int, kind: StepKind, axes: Axes, elements: int) -> Move:
+        fixed, per_element = self._terms[axes]
         cost = fixed + round(elements * per_element)
         return Move(there, kind, axes, cost, elements * self.problem.itemsize)
 
-    def _terms(self, axes: Axes) -> tuple[int, float]:
-        """Give picoseconds of a collective without data, and per element."""
-        found = self._prices.get(axes)
-        if found is None:
-            fixed, per_byte = self.problem.model.terms(self.problem.mesh_shape, sorted(axes))
-            found = round(fixed * 1e12), per_byte * 1e12 * self.problem.itemsize
-            self._prices[axes] = found
-        return found
-
-    def _largest(self, number: int) -> int:
-        sizes = (dim.largest[i] for dim, i in zip(self._dims, self._ids[number], strict=True))
-        return self._rest * math.prod(sizes)
-
-    def _least_held(self, number: int) -> int:
-        sizes = (dim.least[i] for dim, i in zip(self._dims, self._ids[number], strict=True))
-        return self._rest * math.prod(sizes)
+    def _held(self, number: int) -> tuple[int, int]:
+        """Give the least and the most elements that a rank holds."""
+        least = most = self._rest
+        for dim, i in zip(self._dims, self._ids[number], strict=True):
+            least, most = least * dim.least[i], most * dim.largest[i]
+        return least, most

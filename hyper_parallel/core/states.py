@@ -13,17 +13,15 @@ import itertools
 import math
 from typing import NamedTuple
 
-from hyper_parallel.core.chains import Dim
+from hyper_parallel.core.chains import NO_AXES, Axes, Dim, dim_of
 from hyper_parallel.core.cost import LinkModel
 from hyper_parallel.core.nesting import Chain, Cut
 from hyper_parallel.core.placement import Shard
 
-__all__ = ["NO_AXES", "Axes", "Ids", "Pending", "Problem", "Role", "State", "States"]
+__all__ = ["Ids", "Pending", "Problem", "Role", "State", "States"]
 
-Axes = frozenset[int]
 Ids = tuple[int, ...]  # the number of each dim's chain
 Pending = tuple[str | None, ...]
-NO_AXES: Axes = frozenset()
 
 
 class State(NamedTuple):
@@ -58,7 +56,7 @@ class States:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         ends = (problem.src, problem.dst)
-        self._axes = [axis for axis, n in enumerate(problem.mesh_shape) if n > 1]
+        self._axes = frozenset(axis for axis, n in enumerate(problem.mesh_shape) if n > 1)
         self._cut_dims = _dims_to_cut(problem, len(self._axes))
         free = self._free_axes()
         self._dims = [self._dim(d, free) for d in self._cut_dims]
@@ -91,7 +89,7 @@ class States:
         src, dst = self.problem.src, self.problem.dst
         pending = zip(src.pending, dst.pending, strict=True)
         stay = {axis for axis, pair in enumerate(pending) if self._stays(*pair)}
-        free = frozenset(self._axes) - stay
+        free = self._axes - stay
         if len(free) > 3:
             ends = [{step for chain in state.chains for step in chain} for state in (src, dst)]
             free &= {step.axis for step in ends[0] ^ ends[1]} | {
@@ -111,8 +109,8 @@ class States:
 
     def _dim(self, d: int, free: Axes) -> Dim:
         problem = self.problem
-        cuts = [Cut(axis, problem.mesh_shape[axis], Shard(d)) for axis in sorted(free)]
-        return Dim(problem.shape[d], (problem.src.chains[d], problem.dst.chains[d]), cuts)
+        cuts = tuple(Cut(axis, problem.mesh_shape[axis], Shard(d)) for axis in sorted(free))
+        return dim_of(problem.shape[d], (problem.src.chains[d], problem.dst.chains[d]), cuts)
 
     def _ids_of(self, state: State) -> Ids:
         return tuple(

@@ -52,7 +52,7 @@ def check_bound(src, dst, model):
     left = times_left(space)
     assert len(left) == len(space)
     for state, least in left.items():
-        assert space.bound(state) <= least, (src, dst, space.state(state))
+        assert space.bounds[state] <= least, (src, dst, space.state(state))
     assert cheapest_way(problem).cost == left[0], (src, dst)
 
 
@@ -105,3 +105,13 @@ def test_no_bound_is_above_what_is_left_of_large_tensors(sizes, shape):
 def test_the_bound_knows_that_a_share_is_filled_in_place(src, dst):
     mesh = AbstractMesh("cpu", (2, 2, 2))
     check_bound(*(Layout(mesh, ps, (4096, 4096)) for ps in (src, dst)), MODELS[0])
+
+
+def test_the_cheapest_way_is_found_where_a_bound_is_too_high():
+    mesh = AbstractMesh("cpu", (2, 4))
+    ends = Layout(mesh, (S1, P), (7, 3)), Layout(mesh, (S1, S1), (7, 3), (1, 0))
+    problem = problem_of(*ends, 4, MODELS[0])
+    space = Space(problem)
+    left = times_left(space)
+    assert any(space.bounds[state] > least for state, least in left.items())
+    assert cheapest_way(problem).cost == left[0]
