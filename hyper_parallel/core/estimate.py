@@ -20,7 +20,7 @@ from hyper_parallel.core.exchange import Region, group_ranks, region_shape, tran
 from hyper_parallel.core.interval import count, intersect
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import AbstractMesh
-from hyper_parallel.core.placement import Partial
+from hyper_parallel.core.states import stays_pending
 
 __all__ = ["Estimate", "StepEstimate", "align", "bytes_text", "seconds_text"]
 
@@ -186,29 +186,19 @@ def _ranks_to_ask(*meshes: AbstractMesh) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _pending(layout: Layout) -> dict[int, str]:
-    """Give the reduction that is pending on each axis of several ranks."""
-    axes = enumerate(zip(layout.placements, layout.mesh.shape, strict=True))
-    return {axis: p.reduce_op for axis, (p, n) in axes if isinstance(p, Partial) and n > 1}
-
-
 def _needed(src: Layout, dst: Layout) -> int:
     """Give the elements that some rank needs in `dst` and does not hold in `src`.
 
     A rank that gets no share of a new pending sum needs nothing, so only the first rank of such an
     axis is asked; and none where the shares begin as the cuts of `src`, which fix no rank's needs.
     """
-    before, after = _pending(src), _pending(dst)
     alike = src.mesh == dst.mesh
-    kept = {
-        axis
-        for axis, op in after.items()
-        if alike and (before.get(axis) == op or {before.get(axis), op} == {"sum", "avg"})
-    }
-    gained = set(after) - kept
+    before, after = dict(enumerate(src.pending)), dict(enumerate(dst.pending))
+    kept = {axis for axis, op in after.items() if alike and stays_pending(before[axis], op)}
+    gained = {axis for axis, op in after.items() if op and axis not in kept}
     if alike and any(src.placements[axis].cut_dim is not None for axis in gained):
         return 0
-    reduces, most = not set(before) <= kept, 0
+    reduces, most = any(op and axis not in kept for axis, op in before.items()), 0
     for rank in _ranks_to_ask(dst.mesh):
         coordinate = dst.mesh.coordinate(rank)
         assert coordinate is not None

@@ -18,7 +18,7 @@ from hyper_parallel.core.cost import LinkModel
 from hyper_parallel.core.nesting import Chain, Cut
 from hyper_parallel.core.placement import Shard
 
-__all__ = ["Ids", "Pending", "Problem", "Role", "State", "States"]
+__all__ = ["Ids", "Pending", "Problem", "Role", "State", "States", "stays_pending"]
 
 Ids = tuple[int, ...]  # the number of each dim's chain
 Pending = tuple[str | None, ...]
@@ -48,6 +48,11 @@ class Role(NamedTuple):
     cut: Axes
     pending: Pending
     waits: Axes
+
+
+def stays_pending(before: str | None, after: str | None) -> bool:
+    """Tell whether what is pending on an axis is at most scaled."""
+    return before is not None and (before == after or {before, after} == {"sum", "avg"})
 
 
 class States:
@@ -88,7 +93,7 @@ class States:
         """
         src, dst = self.problem.src, self.problem.dst
         pending = zip(src.pending, dst.pending, strict=True)
-        stay = {axis for axis, pair in enumerate(pending) if self._stays(*pair)}
+        stay = {axis for axis, pair in enumerate(pending) if stays_pending(*pair)}
         free = self._axes - stay
         if len(free) > 3:
             ends = [{step for chain in state.chains for step in chain} for state in (src, dst)]
@@ -97,14 +102,10 @@ class States:
             }
         return free if len(free) <= 3 else NO_AXES
 
-    def _stays(self, before: str | None, after: str | None) -> bool:
-        """Tell whether what is pending on an axis is at most scaled."""
-        return before is not None and (before == after or {before, after} == {"sum", "avg"})
-
     def _options(self, axis: int) -> tuple[str | None, ...]:
         """List what may be pending on an axis that cuts nothing."""
         before, after = self.problem.src.pending[axis], self.problem.dst.pending[axis]
-        options = (before, after) if self._stays(before, after) else (None, before, after)
+        options = (before, after) if stays_pending(before, after) else (None, before, after)
         return tuple(dict.fromkeys(options))
 
     def _dim(self, d: int, free: Axes) -> Dim:
