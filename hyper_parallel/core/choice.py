@@ -24,17 +24,29 @@ class Choice:
     """What one mesh axis does to every operand and result."""
 
     kind: Literal["cut", "pass", "replicate"]
-    name: str
-    """The factor that is cut, or the reduction that is passed."""
-    block: int
-    """Steps of the factor that stay together."""
-    is_even: bool
     inputs: tuple[Placement | None, ...]
     outputs: tuple[Placement, ...]
-    gradients: tuple[Placement | None, ...]
-    divisors: tuple[int, ...]
+    name: str = ""
+    """The factor that is cut, or the reduction that is passed."""
+    block: int = 1
+    """Steps of the factor that stay together."""
+    is_even: bool = True
+    divisors: tuple[int, ...] = ()
+    """For each result, what a pending average divides its cotangent by; empty for nothing."""
     weighted: tuple[bool, ...] = ()
     """For each result, whether it is an average of uneven pieces; empty for none."""
+
+    @property
+    def gradients(self) -> tuple[Placement | None, ...]:
+        """Where the operands' local gradients are; see [Note: choices] in propagate.py."""
+        return tuple(None if p is None else self._gradient(p) for p in self.inputs)
+
+    def _gradient(self, placement: Placement) -> Placement:
+        if placement.is_shard():
+            return placement
+        if placement.is_partial() or self.kind == "replicate":
+            return Replicate()
+        return Partial("sum" if self.kind == "cut" else self.name)
 
     def __str__(self) -> str:
         if self.kind == "replicate":
@@ -90,18 +102,8 @@ def offers(
             cut = _cut(bound, factor, block, mesh, chosen)
             found += [] if cut is None else [cut]
     found += _passes(bound)
-    found.append(
-        Choice(
-            kind="replicate",
-            name="",
-            block=1,
-            is_even=True,
-            inputs=tuple(None if shape is None else Replicate() for shape in bound.shapes),
-            outputs=(Replicate(),) * len(bound.results),
-            gradients=tuple(None if shape is None else Replicate() for shape in bound.shapes),
-            divisors=(1,) * len(bound.results),
-        )
-    )
+    whole = tuple(None if shape is None else Replicate() for shape in bound.shapes)
+    found.append(Choice("replicate", whole, (Replicate(),) * len(bound.results)))
     return [choice for choice in found if _can_mix(choice, chosen)]
 
 
@@ -113,7 +115,11 @@ def _cut(
     chosen: tuple[Choice, ...],
 ) -> Choice | None:
     rule, axis = bound.rule, len(chosen)
-    before = [(mesh[i], c.block) for i, c in enumerate(chosen) if _is_cut(c, factor)]
+    before = [
+        (mesh[i], c.block)
+        for i, c in enumerate(chosen)
+        if c.kind == "cut" and c.name == factor.name
+    ]
     held = pieces(factor.size, (*before, (mesh[axis], block)))
     first_only = _first_rank_operands(bound, factor)
     if held is None or first_only is None or not _can_cut(bound, factor, held):
@@ -143,19 +149,14 @@ def _cut(
     )
     return Choice(
         kind="cut",
+        inputs=tuple(inputs),
+        outputs=outputs,
         name=factor.name,
         block=block,
         is_even=is_even,
-        inputs=tuple(inputs),
-        outputs=outputs,
-        gradients=tuple(_gradient(p, "sum") for p in inputs),
         divisors=tuple(mesh[axis] if p.is_partial("avg") else 1 for p in outputs),
         weighted=weighted,
     )
-
-
-def _is_cut(choice: Choice, factor: Factor) -> bool:
-    return choice.kind == "cut" and choice.name == factor.name
 
 
 def _can_cut(bound: BoundRule, factor: Factor, held: tuple[int, ...]) -> bool:
@@ -204,12 +205,6 @@ def _linear_tensors(bound: BoundRule, term: tuple[int, ...]) -> list[int]:
     return [i for i in term if i in bound.rule.linear and bound.shapes[i] is not None]
 
 
-def _gradient(placement: Placement | None, reduce_op: str) -> Placement | None:
-    if placement is None or placement.is_shard():
-        return placement
-    return Replicate() if placement.is_partial() else Partial(reduce_op)
-
-
 def _passes(bound: BoundRule) -> list[Choice]:
     options = [_linear_tensors(bound, term) for term in bound.rule.terms]
     found: list[Choice] = []
@@ -218,18 +213,8 @@ def _passes(bound: BoundRule) -> list[Choice]:
             None if shape is None else Partial(reduce_op) if i in pending else Replicate()
             for i, shape in enumerate(bound.shapes)
         )
-        found.append(
-            Choice(
-                kind="pass",
-                name=reduce_op,
-                block=1,
-                is_even=True,
-                inputs=inputs,
-                outputs=(Partial(reduce_op),) * len(bound.results),
-                gradients=tuple(_gradient(p, reduce_op) for p in inputs),
-                divisors=(1,) * len(bound.results),
-            )
-        )
+        outputs = (Partial(reduce_op),) * len(bound.results)
+        found.append(Choice("pass", inputs, outputs, reduce_op))
     return found
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hyper_parallel.core.rule import Dim, OpRule, Spec, is_factor, parse_rule
+from hyper_parallel.core.rule import Dim, OpRule, Spec, is_factor
 from hyper_parallel.errors import RuleError, describe
 
-__all__ = ["BoundRule", "Factor", "OpRule", "Place", "Shape", "bind", "parse_rule"]
+__all__ = ["BoundRule", "Factor", "Place", "Shape", "bind"]
 
 Shape = tuple[int, ...]
 
@@ -85,6 +85,7 @@ def bind(rule: OpRule, shapes: Sequence[Sequence[int] | None]) -> BoundRule:
         RuleError: the number of operands or dims does not fit, or a factor has two sizes.
 
     Example:
+        >>> from hyper_parallel.core.rule import parse_rule
         >>> bound = bind(parse_rule("... k, n k -> ... n", linear=True), [(8, 4, 6), (10, 6)])
         >>> bound.results, [(f.name, f.size) for f in bound.factors]
         (((8, 4, 10),), [('...1', 8), ('...0', 4), ('k', 6), ('n', 10)])

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil, prod
+from math import prod
 
 from hyper_parallel.core.choice import Choice, cuts_of, offers, pieces
 from hyper_parallel.core.factor import BoundRule, Shape
@@ -76,8 +76,6 @@ class Decision:
     """For each result, what its cotangent is divided by before the local backward (pending avg)."""
     shifts: tuple[Shift, ...]
     weights: tuple[Weight, ...]
-    cost: int
-    """Bytes that each rank sends to move the operands, rounded up."""
     why: str
 
 
@@ -101,7 +99,6 @@ def propagate(
     *,
     itemsizes: Sequence[int] = (),
     needs_grad: bool = False,
-    pinned: int | None = None,
 ) -> Decision:
     """Choose where an op runs; see [Note: choices]. A pure function; cache it by its arguments.
 
@@ -113,17 +110,17 @@ def propagate(
         itemsizes: bytes per element of each operand; 1 if left out.
         needs_grad: leave out choices whose backward is not the plain local one (pending max, min
             and product).
-        pinned: an operand that must not move and whose placements result 0 must have (in-place).
 
     Returns:
         The decision.
 
     Raises:
-        RuleError: the placements do not fit the operands, or `pinned` cannot stay.
+        RuleError: the placements do not fit the operands.
 
     Example:
         >>> from hyper_parallel.core import Replicate
-        >>> from hyper_parallel.core.factor import bind, parse_rule
+        >>> from hyper_parallel.core.factor import bind
+        >>> from hyper_parallel.core.rule import parse_rule
         >>> bound = bind(parse_rule("m k, k n -> m n", linear=True), [(8, 4), (4, 6)])
         >>> decision = propagate(bound, [(Shard(1),), (Replicate(),)], (2,))
         >>> decision.inputs, decision.outputs, decision.gradients
@@ -133,34 +130,26 @@ def propagate(
     ask = _Question(bound, given, tuple(mesh_shape), tuple(itemsizes) or (1,) * len(given))
     _check(ask)
     chosen: tuple[Choice, ...] = ()
-    cost = Fraction(0)
-    for axis in range(len(ask.mesh)):
-        ranked = [
-            (_price(ask, (*chosen, choice)), choice)
-            for choice in _considered(ask, chosen, needs_grad)
-            if pinned is None or _stays(given[pinned], choice, pinned, axis)
-        ]
-        if not ranked:
-            must = f"operand {pinned} must be able to stay where it is on mesh axis {axis}"
-            fix = "Redistribute it first, or use the op that is not in-place"
-            raise RuleError(describe(f"rule {bound.rule.text!r}", must, fix, placements=given))
-        price, best = min(ranked, key=lambda entry: entry[0])
-        cost += price[0]
+    for _ in ask.mesh:
+        considered = _considered(ask, chosen, needs_grad)
+        prices = [_price(ask, (*chosen, choice)) for choice in considered]
+        best = considered[prices.index(min(prices))]
         chosen = (*chosen, _as_written(ask, (*chosen, best)))
-    return _assemble(bound, chosen, cost)
+    return _assemble(bound, chosen)
 
 
 def choices(bound: BoundRule, axis_size: int) -> tuple[Decision, ...]:
     """List everything a rule offers on one mesh axis of a size, for checking rules.
 
     Example:
-        >>> from hyper_parallel.core.factor import bind, parse_rule
+        >>> from hyper_parallel.core.factor import bind
+        >>> from hyper_parallel.core.rule import parse_rule
         >>> bound = bind(parse_rule("a b -> a"), [(4, 4)])
         >>> [decision.why for decision in choices(bound, 2)]
         ['cut a', 'cut b', 'replicate']
     """
     found = offers(bound, (axis_size,), ())
-    return tuple(_assemble(bound, (choice,), Fraction(0)) for choice in found)
+    return tuple(_assemble(bound, (choice,)) for choice in found)
 
 
 def _check(ask: _Question) -> None:
@@ -210,12 +199,6 @@ def _needs_more_backward(placement: Placement) -> bool:
     return isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg")
 
 
-def _stays(placements: Placements | None, choice: Choice, pinned: int, axis: int) -> bool:
-    if placements is None:
-        return False
-    return choice.inputs[pinned] == placements[axis] == choice.outputs[0]
-
-
 def _price(ask: _Question, chosen: tuple[Choice, ...]) -> tuple[Fraction, tuple[bool, ...]]:
     """Price the last of `chosen`: bytes that each rank sends, then which operands change."""
     axis = len(chosen) - 1
@@ -261,16 +244,15 @@ def _sent_share(src: Placement, dst: Placement | None, count: int) -> Fraction:
 
 def _as_written(ask: _Question, chosen: tuple[Choice, ...]) -> Choice:
     """Give the last choice with inputs as the operands write them where the pieces are the same."""
-    inputs, gradients = list(chosen[-1].inputs), list(chosen[-1].gradients)
+    inputs = list(chosen[-1].inputs)
     for operand, placements, shape in ask.tensors():
         here = placements[: len(chosen)]
         if _is_same(shape, ask.mesh, here, [choice.inputs[operand] for choice in chosen]):
             inputs[operand] = here[-1]
-            gradients[operand] = here[-1] if here[-1].is_shard() else gradients[operand]
-    return replace(chosen[-1], inputs=tuple(inputs), gradients=tuple(gradients))
+    return replace(chosen[-1], inputs=tuple(inputs))
 
 
-def _assemble(bound: BoundRule, chosen: tuple[Choice, ...], cost: Fraction) -> Decision:
+def _assemble(bound: BoundRule, chosen: tuple[Choice, ...]) -> Decision:
     def column(rows: Sequence[Sequence[Placement | None]], position: int) -> Placements:
         return tuple(p for row in rows if (p := row[position]) is not None)
 
@@ -283,10 +265,9 @@ def _assemble(bound: BoundRule, chosen: tuple[Choice, ...], cost: Fraction) -> D
         inputs=tuple(column(inputs, i) if it else None for i, it in enumerate(is_tensor)),
         outputs=tuple(column(outputs, i) for i in num_results),
         gradients=tuple(column(gradients, i) if it else None for i, it in enumerate(is_tensor)),
-        divisors=tuple(prod(c.divisors[i] for c in chosen) for i in num_results),
+        divisors=tuple(prod(c.divisors[i] for c in chosen if c.divisors) for i in num_results),
         shifts=_shifts(bound, {c.name for c in chosen if c.kind == "cut"}),
         weights=_weights(bound, chosen),
-        cost=ceil(cost),
         why="; ".join(notes),
     )
 

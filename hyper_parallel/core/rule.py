@@ -31,7 +31,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from hyper_parallel.core.placement import REDUCE_OPS
 from hyper_parallel.errors import RuleError, describe
@@ -90,7 +89,7 @@ def parse_rule(  # noqa: PLR0913  # each flag is a word of the language
     local: Sequence[str] = (),
     empty: bool = True,
 ) -> OpRule:
-    """Read a rule line; see [Note: op rules]. Results are cached.
+    """Read a rule line; see [Note: op rules].
 
     Args:
         text: the rule, for example `"... k, n k + n -> ... n"`.
@@ -112,19 +111,6 @@ def parse_rule(  # noqa: PLR0913  # each flag is a word of the language
         >>> parse_rule("... k, n k + n -> ... n", linear=True).terms
         ((0, 1), (2,))
     """
-    positions = linear if isinstance(linear, bool) else tuple(linear)
-    addressed = tuple(sorted((index or {}).items()))
-    return _parse(text, reduce, positions, addressed, (random, tuple(local), empty))
-
-
-@lru_cache(maxsize=4096)
-def _parse(
-    text: str,
-    reduce: str,
-    linear: bool | tuple[int, ...],
-    index: tuple[tuple[str, int], ...],
-    options: tuple[bool, tuple[str, ...], bool],
-) -> OpRule:
     tokens = _tokenize(text)
     sides = _split(tokens, "->")
     if len(sides) != 2:
@@ -139,19 +125,18 @@ def _parse(
         terms.append(tuple(range(len(operands), len(operands) + len(specs))))
         operands += specs
     results = tuple(_read_dims(text, part, sizes) for part in _split(sides[1], ","))
-    everything = tuple(range(len(operands)))
-    positions = (everything if linear else ()) if isinstance(linear, bool) else linear
+    every = range(len(operands)) if linear is True else ()
     rule = OpRule(
         text=" ".join(text.split()),
         operands=tuple(operands),
         results=results,
         terms=tuple(terms),
         reduce=reduce,
-        linear=positions,
-        index=index,
-        random=options[0],
-        local=options[1],
-        empty=options[2],
+        linear=tuple(every if isinstance(linear, bool) else linear),
+        index=tuple(sorted((index or {}).items())),
+        random=random,
+        local=tuple(local),
+        empty=empty,
         sizes=tuple(sorted(sizes.items())),
     )
     _check_names(rule, tokens)
@@ -241,24 +226,22 @@ def _check_flags(rule: OpRule) -> None:
     plain = {name for spec in rule.operands for dim in spec if len(dim) == 1 for name in dim}
     if rule.reduce not in REDUCE_OPS:
         fix = f"Use one of {', '.join(REDUCE_OPS)}"
-        raise RuleError(
-            describe(f"rule {rule.text!r}", "reduce must be a reduction", fix, reduce=rule.reduce)
-        )
+        raise _wrong(rule.text, "reduce must be a reduction", fix, reduce=rule.reduce)
     if rule.linear and rule.reduce not in ("sum", "avg"):
         must = "a linear rule must reduce by sum or avg"
-        raise RuleError(describe(f"rule {rule.text!r}", must, "Drop linear", reduce=rule.reduce))
+        raise _wrong(rule.text, must, "Drop linear", reduce=rule.reduce)
     if any(not 0 <= position < count for position in rule.linear):
         must = f"linear must hold operand positions below {count}"
-        raise RuleError(
-            describe(f"rule {rule.text!r}", must, "Count operands from 0", linear=rule.linear)
-        )
+        raise _wrong(rule.text, must, "Count operands from 0", linear=rule.linear)
     for name, position in rule.index:
         if name not in plain or not name[0].isalpha() or not -1 <= position < count:
             must = f"index must map a plain factor to -1 or an operand position below {count}"
-            raise RuleError(
-                describe(f"rule {rule.text!r}", must, "Correct index", index=dict(rule.index))
-            )
+            raise _wrong(rule.text, must, "Correct index", index=dict(rule.index))
 
 
 def _malformed(text: str, must: str, at: int, fix: str) -> RuleError:
-    return RuleError(describe(f"rule {text!r}", must, fix, column=at, rest=text[at:]))
+    return _wrong(text, must, fix, column=at, rest=text[at:])
+
+
+def _wrong(text: str, must: str, fix: str, **got: object) -> RuleError:
+    return RuleError(describe(f"rule {text!r}", must, fix, **got))

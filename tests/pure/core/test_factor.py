@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.core.factor import Place, bind, parse_rule
+from hyper_parallel.core.factor import Place, bind
+from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.errors import RuleError
 
 

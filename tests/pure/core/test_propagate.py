@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.core.factor import bind, parse_rule
+from hyper_parallel.core.factor import bind
 from hyper_parallel.core.placement import Partial, Replicate, Shard
 from hyper_parallel.core.propagate import Shift, choices, propagate
+from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.errors import RuleError
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
@@ -126,7 +127,7 @@ def test_propagate_two_axes_nest() -> None:
     assert decision.gradients == ((S0, S1), (P, S1), (P, R))
     assert decision.why == "axis 0: cut ...0; axis 1: cut k"
     same = propagate(bind(*ODD), [(S0, S0)], (2, 2))
-    assert (same.cost, same.outputs) == (0, ((S0, S0),))
+    assert same.inputs == same.outputs == ((S0, S0),)
 
 
 def test_propagate_pending_reductions_that_do_not_commute_are_not_mixed() -> None:
@@ -136,16 +137,15 @@ def test_propagate_pending_reductions_that_do_not_commute_are_not_mixed() -> Non
     assert mixed.outputs == ((P, AVG),)
 
 
-def test_propagate_axis_of_one_rank_costs_nothing() -> None:
-    assert propagate(bind(*UNARY), [(P,)], (1,)).cost == 0
+@pytest.mark.parametrize("sizes, kept", [((2, 8), S1), ((8, 2), S0), ((4, 4), S0)], ids=str)
+def test_propagate_moves_the_operand_of_fewer_bytes(sizes, kept) -> None:
+    decision = propagate(bind(*MUL), [(S0,), (S1,)], (2,), itemsizes=sizes)
+    assert decision.inputs == ((kept,), (kept,))
 
 
-def test_propagate_costs_bytes() -> None:
-    bound = bind(*UNARY)
-    assert propagate(bound, [(P,)], (4,), itemsizes=(2,)).cost == 2 * 3 * 32 * 2 // 4
-    bound = bind(parse_rule("_ _ -> _ _"), [(8, 4)])
-    assert propagate(bound, [(S0,)], (4,)).cost == 3 * 32 // 4
-    assert propagate(bound, [(S0, S1)], (4, 2)).cost == 3 * 16 // 4 + 32 // 2
+def test_propagate_scatters_a_pending_sum_where_the_other_operand_is_cut() -> None:
+    bound = bind(parse_rule("a b, a b -> a b"), [(8, 8), (8, 8)])
+    assert propagate(bound, [(P,), (S1,)], (2,)).inputs == ((S1,), (S1,))
 
 
 def test_propagate_compound_minor_is_never_cut() -> None:
@@ -160,16 +160,6 @@ def test_propagate_compound_that_does_not_divide_uses_blocks() -> None:
     assert decision.outputs == ((S1,),)
     none = propagate(bound, [(S1,)], (4,))
     assert none.outputs == ((R,),), "three groups do not go round four ranks"
-
-
-def test_propagate_pinned_operand_stays() -> None:
-    decision = propagate(bind(*ADD), [(R,), (S0,)], (2,), pinned=0)
-    assert decision.inputs == ((R,), (R,))
-    assert decision.outputs == ((R,),)
-    with pytest.raises(
-        RuleError, match="operand 0 must be able to stay where it is on mesh axis 0"
-    ):
-        propagate(bind(*UNARY), [(P,)], (2,), pinned=0)
 
 
 @pytest.mark.parametrize(

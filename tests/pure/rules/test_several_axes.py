@@ -88,7 +88,7 @@ def test_several_axes_blocks_follow_heads(run_decision) -> None:
     run_decision(split, _reshape, [np.arange(24.0).reshape(2, 12)], decision, (2,))
     merge = bind(find("flatten", Call(((2, 3, 4),), (("start_dim", 1),))), [(2, 3, 4)])
     decision = propagate(merge, [(Shard(1),)], (2,))
-    assert (decision.cost, decision.outputs) == (0, ((Shard(1, block=4),),))
+    assert (decision.inputs, decision.outputs) == (((Shard(1),),), ((Shard(1, block=4),),))
     run_decision(merge, _reshape, [np.arange(24.0).reshape(2, 3, 4)], decision, (2,))
 
 
