@@ -11,12 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import cast
+from typing import Any, cast
 
-from hyper_parallel.core.rule import OpRule
+from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.errors import RuleError, describe
 
-__all__ = ["Call", "Rule", "aligned", "letters", "reduced", "refuse", "spec"]
+__all__ = [
+    "Call",
+    "Rule",
+    "aligned",
+    "alike",
+    "along_dim",
+    "letters",
+    "over_dims",
+    "reduced",
+    "refuse",
+    "spec",
+]
 
 Argument = bool | int | float | str | None | tuple["Argument", ...]
 
@@ -172,3 +183,29 @@ def reduced(names: Sequence[str], dims: Sequence[int], keepdim: bool) -> str:
     """
     kept = ["1" if dim in dims else name for dim, name in enumerate(names)]
     return " ".join(n for dim, n in enumerate(kept) if keepdim or dim not in dims)
+
+
+def alike(dims: Sequence[str], operands: int = 1, results: int = 1, **flags: Any) -> OpRule:
+    """Make the rule of an op whose operands and results all have these dims.
+
+    Example:
+        >>> alike(["a", "_"], 2)
+        OpRule('a _, a _ -> a _')
+    """
+    text = " ".join(dims)
+    return parse_rule(f"{', '.join([text] * operands)} -> {', '.join([text] * results)}", **flags)
+
+
+def along_dim(
+    call: Call, *, default: int | None = -1, operands: int = 1, results: int = 1, **flags: Any
+) -> OpRule:
+    """Make the rule of an op that works along one whole dim (`dim`) and keeps the shape."""
+    names = spec(len(call.shape), (call.dim("dim", default),))
+    return alike(names, operands, results, **flags)
+
+
+def over_dims(call: Call, dims: Sequence[int], results: int = 1) -> OpRule:
+    """Make the rule of an op that reduces whole dims."""
+    names = spec(len(call.shape), tuple(dims))
+    result = reduced(names, dims, call.flag("keepdim"))
+    return parse_rule(f"{' '.join(names)} -> {', '.join([result] * results)}")

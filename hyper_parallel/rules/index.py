@@ -22,15 +22,10 @@ def index_select(call: Call) -> OpRule:
     """Select rows `index` of dim `dim`."""
     dim = call.dim("dim", 0)
     names = letters(len(call.shape))
-    result = [*names[:dim], "i0", *names[dim + 1 :]]
-    index = "i0" if call.shapes[1] else ""
-    text = f"{' '.join(names)}, {index} -> {' '.join(result if index else result_of_one(result))}"
+    index, row = ("i0", "i0") if call.shapes[1] else ("", "_")  # one position selects a row
+    result = " ".join([*names[:dim], row, *names[dim + 1 :]])
+    text = f"{' '.join(names)}, {index} -> {result}"
     return parse_rule(text, index={names[dim]: 1}, linear=(0,))
-
-
-def result_of_one(names: list[str]) -> list[str]:
-    """Give the dims where one position, a tensor of 0 dims, selects a dim of size 1."""
-    return ["_" if name == "i0" else name for name in names]
 
 
 def gather(call: Call) -> OpRule:

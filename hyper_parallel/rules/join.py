@@ -6,17 +6,14 @@ from __future__ import annotations
 from functools import partial
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Argument, Call, Rule, letters, refuse, spec
+from hyper_parallel.rules.call import Argument, Call, Rule, alike, letters, refuse, spec
 
 __all__ = ["RULES"]
 
 
-def cat(call: Call) -> OpRule:
+def cat(call: Call, dim: int | None = None) -> OpRule:
     """Join along dim `dim`; an empty vector among the operands is nothing."""
-    return _cat(call, call.dim("dim", 0))
-
-
-def _cat(call: Call, dim: int) -> OpRule:
+    dim = call.dim("dim", 0) if dim is None else dim
     ndims = {len(shape) for shape in call.shapes if shape is not None}
     if len(ndims) > 1:
         raise refuse("cat", "all tensors must have as many dims", shapes=call.shapes)
@@ -26,12 +23,9 @@ def _cat(call: Call, dim: int) -> OpRule:
     return parse_rule(_joined(names, len(call.shapes), result), linear=True)
 
 
-def stack(call: Call) -> OpRule:
+def stack(call: Call, dim: int | None = None) -> OpRule:
     """Join along a new dim `dim`, which is whole."""
-    return _stack(call, call.dim("dim", 0, extra=1))
-
-
-def _stack(call: Call, dim: int) -> OpRule:
+    dim = call.dim("dim", 0, extra=1) if dim is None else dim
     names = letters(len(call.shape))
     result = [*names[:dim], f"_={len(call.shapes)}", *names[dim:]]
     return parse_rule(_joined(names, len(call.shapes), result), linear=True)
@@ -45,19 +39,19 @@ def stack_along(dim: int, call: Call) -> OpRule:
     """Join along dim `dim`; tensors that lack the dim are stacked on it (hstack and its like)."""
     ndim = len(call.shape)
     if ndim <= 1 and dim == 1:  # hstack joins vectors
-        return _cat(call, 0) if ndim else _stack(call, 0)
+        return cat(call, 0) if ndim else stack(call, 0)
     if ndim > dim and (ndim > 1 or dim):
-        return _cat(call, dim)
+        return cat(call, dim)
     if ndim == 2 and dim == 2:
-        return _stack(call, 2)
+        return stack(call, 2)
     if ndim == 1 and dim == 0:
-        return _stack(call, 0)
+        return stack(call, 0)
     raise refuse("stack", "the tensors must have more dims", shapes=call.shapes)
 
 
 def column_stack(call: Call) -> OpRule:
     """Join columns; vectors are columns."""
-    return _stack(call, 1) if len(call.shape) == 1 else _cat(call, 1)
+    return stack(call, 1) if len(call.shape) == 1 else cat(call, 1)
 
 
 def meshgrid(call: Call) -> OpRule:
@@ -116,25 +110,17 @@ def unbind(call: Call) -> OpRule:
     return parse_rule(f"{' '.join(names)} -> {results}", linear=True)
 
 
-def along(name: str, call: Call) -> OpRule:
+def along(name: str, call: Call, default: tuple[int, ...] | None = None) -> OpRule:
     """Take part of, or reorder, dims `name`, which are whole; all dims where none is given."""
-    dims = " ".join(spec(len(call.shape), call.dims(name)))
-    return parse_rule(f"{dims} -> {dims}", linear=True)
+    return alike(spec(len(call.shape), call.dims(name, default)), linear=True)
 
 
 def narrow(call: Call) -> OpRule:
     """Take part of dim `dim`; a part that is all of it may be cut."""
     dim = call.dim("dim", 0)
     is_all = call.get("length") == call.shape[dim]
-    dims = " ".join(spec(len(call.shape), () if is_all else (dim,)))
-    return parse_rule(f"{dims} -> {dims}", linear=True, local=("length",) if is_all else ())
-
-
-def rot90(call: Call) -> OpRule:
-    """Turn two whole dims, which swap for odd turns."""
-    dims = call.numbers("dims", (0, 1)) or ()
-    text = " ".join(spec(len(call.shape), tuple(call.normalize(dim) for dim in dims)))
-    return parse_rule(f"{text} -> {text}", linear=True)
+    names = spec(len(call.shape), () if is_all else (dim,))
+    return alike(names, linear=True, local=("length",) if is_all else ())
 
 
 def scattered(is_kept: bool, call: Call) -> OpRule:
@@ -164,7 +150,7 @@ RULES: dict[str, Rule] = {
     "roll": partial(along, "dims"),
     "fliplr": parse_rule("a _ ... -> a _ ...", linear=True),
     "flipud": parse_rule("_ ... -> _ ...", linear=True),
-    "rot90": rot90,
+    "rot90": partial(along, "dims", default=(0, 1)),
     "select_scatter": partial(scattered, False),
     "slice_scatter": partial(scattered, True),
 }

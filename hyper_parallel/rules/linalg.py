@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, refuse, spec
+from hyper_parallel.rules.call import Call, Rule, alike, along_dim, refuse, spec
 
 __all__ = ["RULES"]
 
@@ -36,8 +36,7 @@ def cross(default: int | None, call: Call) -> OpRule:
     """Multiply vectors along one whole dim (`dim`)."""
     if call.shapes[0] != call.shapes[1]:
         raise refuse("cross", "the shapes must be equal", shapes=call.shapes)
-    dims = " ".join(spec(len(call.shape), (call.dim("dim", default),)))
-    return parse_rule(f"{dims}, {dims} -> {dims}")
+    return along_dim(call, default=default, operands=2)
 
 
 def fourier(default: tuple[int, ...] | None, call: Call) -> OpRule:
@@ -45,9 +44,7 @@ def fourier(default: tuple[int, ...] | None, call: Call) -> OpRule:
     given = call.numbers("dim", default)
     if given is None and call.numbers("s") is not None:
         raise refuse("fft", "dim must be given with s")
-    dims = call.dims("dim", default)
-    text = " ".join(spec(len(call.shape), dims))
-    return parse_rule(f"{text} -> {text}", linear=True, empty=False)
+    return alike(spec(len(call.shape), call.dims("dim", default)), linear=True, empty=False)
 
 
 def stft(call: Call) -> OpRule:

@@ -113,14 +113,13 @@ def similarity(call: Call) -> OpRule:
 
 
 _POINTWISE = (
-    "huber_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss"
+    "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss"
     " soft_margin_loss hinge_embedding_loss margin_ranking_loss"
 )
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_POINTWISE.split(), pointwise),
-    **dict.fromkeys("mse_loss l1_loss smooth_l1_loss".split(), weighted),
-    "huber_loss": weighted,
+    **dict.fromkeys("mse_loss l1_loss smooth_l1_loss huber_loss".split(), weighted),
     "kl_div": kl_div,
     "gaussian_nll_loss": gaussian_nll,
     **dict.fromkeys("triplet_margin_loss multilabel_margin_loss".split(), by_row),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 from hyper_parallel.core.rule import OpRule, parse_rule
@@ -39,31 +40,6 @@ def plus_product(product: str, result: str, call: Call, empty: bool = True) -> O
     }
     bias = aligned(names, call.shape_of(0), tuple(sizes[name] for name in names))
     return parse_rule(f"{bias} + {product} -> {result}", linear=True, empty=empty)
-
-
-def addmm(call: Call) -> OpRule:
-    """Bias plus product of matrices."""
-    return plus_product("m k, k n", "m n", call)
-
-
-def addmv(call: Call) -> OpRule:
-    """Bias plus product of a matrix and a vector (torch gives a wrong shape for no rows)."""
-    return plus_product("m k, k", "m", call, empty=False)
-
-
-def addr(call: Call) -> OpRule:
-    """Bias plus outer product."""
-    return plus_product("m, n", "m n", call)
-
-
-def baddbmm(call: Call) -> OpRule:
-    """Bias plus batch of products."""
-    return plus_product("b m k, b k n", "b m n", call)
-
-
-def addbmm(call: Call) -> OpRule:
-    """Bias plus sum of a batch of products."""
-    return plus_product("b m k, b k n", "m n", call)
 
 
 def chain(call: Call) -> OpRule:
@@ -203,11 +179,12 @@ RULES: dict[str, Rule] = {
     "mv": parse_rule("m k, k -> m", linear=True),
     "dot": parse_rule("k, k -> ", linear=True),
     "outer": parse_rule("m, n -> m n", linear=True),
-    "addmm": addmm,
-    "addmv": addmv,
-    "addr": addr,
-    "baddbmm": baddbmm,
-    "addbmm": addbmm,
+    "addmm": partial(plus_product, "m k, k n", "m n"),
+    # torch gives a wrong shape for no rows
+    "addmv": partial(plus_product, "m k, k", "m", empty=False),
+    "addr": partial(plus_product, "m, n", "m n"),
+    "baddbmm": partial(plus_product, "b m k, b k n", "b m n"),
+    "addbmm": partial(plus_product, "b m k, b k n", "m n"),
     "linalg_multi_dot": chain,
     "chain_matmul": chain,
     "einsum": einsum,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, aligned, refuse, spec
+from hyper_parallel.rules.call import Call, Rule, aligned, along_dim, refuse
 
 __all__ = ["RULES"]
 
@@ -17,12 +17,6 @@ def over_last_dims(call: Call) -> OpRule:
     whole = " ".join(["_"] * (1 if shape is None else len(shape)))
     affine = f", {whole}" * (len(call.shapes) - 1)
     return parse_rule(f"... {whole}{affine} -> ... {whole}")
-
-
-def over_dim(default: int, call: Call) -> OpRule:
-    """Mix one dim (`dim`) and keep the shape."""
-    dims = " ".join(spec(len(call.shape), (call.dim("dim", default),)))
-    return parse_rule(f"{dims} -> {dims}")
 
 
 def group_norm(call: Call) -> OpRule:
@@ -87,7 +81,7 @@ RULES: dict[str, Rule] = {
     "batch_norm": batch_norm,
     "instance_norm": instance_norm,
     "local_response_norm": parse_rule("n _ ... -> n _ ..."),
-    **dict.fromkeys("softmax log_softmax softmin _safe_softmax".split(), partial(over_dim, -1)),
-    "normalize": partial(over_dim, 1),
+    **dict.fromkeys("softmax log_softmax softmin _safe_softmax".split(), along_dim),
+    "normalize": partial(along_dim, default=1),
     "scaled_dot_product_attention": attention,
 }

@@ -7,7 +7,7 @@ Read from torch_npu's documentation, and tried with stand-ins of the same signat
 from __future__ import annotations
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, refuse, spec
+from hyper_parallel.rules.call import Call, Rule, along_dim, refuse
 from hyper_parallel.rules.matmul import linear
 from hyper_parallel.rules.pointwise import together
 
@@ -27,12 +27,6 @@ def add_rms_norm(call: Call) -> OpRule:
     whole, ones = " ".join(["_"] * ndim), " ".join(["1"] * ndim)
     text = f"... {whole}, ... {whole}, {whole} -> ... {whole}, ... {ones}, ... {whole}"
     return parse_rule(text)
-
-
-def swiglu(call: Call) -> OpRule:
-    """Gate one half of dim `dim` by the other; the dim is whole."""
-    dims = " ".join(spec(len(call.shape), (call.dim("dim", -1),)))
-    return parse_rule(f"{dims} -> {dims}")
 
 
 # The dims of query (and output) and of key and value; h is heads, e one head, s a sequence.
@@ -86,7 +80,7 @@ RULES: dict[str, Rule] = {
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
     "npu_rotary_mul": parse_rule("... _, ... _, ... _ -> ... _"),
-    "npu_swiglu": swiglu,
+    "npu_swiglu": along_dim,
     "npu_geglu": parse_rule("... _ -> ... _, ... _"),
     **dict.fromkeys("npu_fast_gelu npu_gelu npu_silu npu_mish".split(), together),
     "npu_linear": linear,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule
+from hyper_parallel.rules.call import Call, Rule, alike
 
 __all__ = ["BROADCASTING", "ELEMENTWISE", "RULES"]
 
@@ -26,8 +26,7 @@ def together(call: Call) -> OpRule:
 
 def spread(call: Call) -> OpRule:
     """Give every operand, broadcast."""
-    operands = ", ".join(["..."] * len(call.shapes))
-    return parse_rule(f"{operands} -> {operands}")
+    return alike(["..."], len(call.shapes), len(call.shapes))
 
 
 def cast(call: Call) -> OpRule:
@@ -52,9 +51,9 @@ def dropout_of_channels(call: Call, unbatched: int | None = None) -> OpRule:
     Channels are dim 1, but dim 0 of a tensor with `unbatched` dims.
     """
     is_random = bool(call.flag("training", True) and call.get("p", 0.5))
-    lead = "c" if len(call.shape) == unbatched else "n c"
-    dims = " ".join([lead, *["_"] * (len(call.shape) - len(lead.split()))])
-    return parse_rule(f"{dims} -> {dims}", random=is_random, linear=not is_random)
+    lead = ["c"] if len(call.shape) == unbatched else ["n", "c"]
+    dims = [*lead, *["_"] * (len(call.shape) - len(lead))]
+    return alike(dims, random=is_random, linear=not is_random)
 
 
 def one_hot(call: Call) -> OpRule:

@@ -6,10 +6,20 @@ from __future__ import annotations
 from functools import partial
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, letters, reduced, refuse, spec
+from hyper_parallel.rules.call import (
+    Call,
+    Rule,
+    alike,
+    along_dim,
+    letters,
+    over_dims,
+    reduced,
+    refuse,
+    spec,
+)
 from hyper_parallel.rules.pointwise import together
 
-__all__ = ["RULES", "whole"]
+__all__ = ["RULES"]
 
 
 def _by_pieces(reduce_op: str, is_linear: bool, call: Call) -> OpRule:
@@ -21,32 +31,14 @@ def _by_pieces(reduce_op: str, is_linear: bool, call: Call) -> OpRule:
 
 def whole(num_results: int, call: Call) -> OpRule:
     """Reduce whole dims only."""
-    return over(call.dims(), num_results, call)
+    return over_dims(call, call.dims(), num_results)
 
 
-def over(dims: tuple[int, ...], num_results: int, call: Call) -> OpRule:
-    """Reduce these whole dims."""
-    names = spec(len(call.shape), dims)
-    result = reduced(names, dims, call.flag("keepdim"))
-    return parse_rule(f"{' '.join(names)} -> {', '.join([result] * num_results)}")
-
-
-def _scan(num_results: int, is_linear: bool, call: Call) -> OpRule:
-    """Run along one whole dim and keep the shape."""
-    dims = " ".join(spec(len(call.shape), (call.dim("dim", -1),)))
-    return parse_rule(f"{dims} -> {', '.join([dims] * num_results)}", linear=is_linear)
-
-
-def _ordered(num_results: int, call: Call) -> OpRule:
-    """Choose along one whole dim (`dim`), which is kept or dropped; all dims without `dim`."""
-    if call.get("dim") is None:
-        return over(tuple(range(len(call.shape))), 1, call)
-    return over((call.dim("dim"),), num_results, call)
-
-
-def kthvalue(call: Call) -> OpRule:
-    """Choose along the last dim, or `dim`."""
-    return over((call.dim("dim", -1),), 2, call)
+def chosen(default: int | None, call: Call) -> OpRule:
+    """Choose along one whole dim (`dim`), with positions; along all where none is given."""
+    if default is None and call.get("dim") is None:
+        return over_dims(call, range(len(call.shape)))
+    return over_dims(call, (call.dim("dim", default),), 2)
 
 
 def extreme(reduce_op: str, call: Call) -> OpRule:
@@ -54,13 +46,8 @@ def extreme(reduce_op: str, call: Call) -> OpRule:
     if len(call.shapes) == 2:
         return together(call)
     if call.get("dim") is not None:
-        return over((call.dim("dim"),), 2, call)
+        return over_dims(call, (call.dim("dim"),), 2)
     return parse_rule(f"{' '.join(letters(len(call.shape)))} ->", reduce=reduce_op)
-
-
-def norm(call: Call) -> OpRule:
-    """Vector norm over whole dims; of all dims flattened where none is given."""
-    return over(call.dims(), 1, call)
 
 
 def quantile(call: Call) -> OpRule:
@@ -68,11 +55,9 @@ def quantile(call: Call) -> OpRule:
     dim = call.get("dim")
     dims = tuple(range(len(call.shape))) if dim is None else (call.dim("dim"),)
     names = spec(len(call.shape), dims)
-    asked = call.shapes[1] if len(call.shapes) > 1 else None
-    new = "_ " * len(asked or ())
-    points = f", {new}" if asked is not None else ""
-    if len(call.shapes) > 1 and asked is None:
-        points = ", "
+    is_asked = len(call.shapes) > 1
+    new = "_ " * len(call.shapes[1] or ()) if is_asked else ""
+    points = f", {new}" if is_asked else ""
     result = reduced(names, dims, call.flag("keepdim"))
     return parse_rule(f"{' '.join(names)}{points} -> {new}{result}", empty=False)
 
@@ -88,14 +73,13 @@ def difference(call: Call) -> OpRule:
     """Differences along one whole dim."""
     if len(call.shapes) > 1:
         raise refuse("diff", "prepend and append must be absent", shapes=call.shapes)
-    return _scan(1, True, call)
+    return along_dim(call, linear=True)
 
 
 def renorm(call: Call) -> OpRule:
     """Bound the norms of the slices of one dim, whose other dims are whole."""
     kept = call.dim("dim")
-    dims = spec(len(call.shape), tuple(i for i in range(len(call.shape)) if i != kept))
-    return parse_rule(f"{' '.join(dims)} -> {' '.join(dims)}")
+    return alike(["a" if i == kept else "_" for i in range(len(call.shape))])
 
 
 def trapezoid(is_kept: bool, call: Call) -> OpRule:
@@ -113,12 +97,11 @@ def searchsorted(call: Call) -> OpRule:
     rows, values = call.shape_of(0), call.shapes[1]
     if values is None:
         return parse_rule("_, -> ")
-    sorter = len(call.shapes) > 2
-    if len(rows) == 1:
-        return parse_rule("_, ...{} -> ...".format(", _" if sorter else ""))
     lead = " ".join(letters(len(rows) - 1))
-    text = f"{lead} _, {lead} v" + (f", {lead} _" if sorter else "")
-    return parse_rule(f"{text} -> {lead} v")
+    sorter = f", {lead} _" if len(call.shapes) > 2 else ""
+    if len(rows) == 1:
+        return parse_rule(f"_, ...{sorter} -> ...")
+    return parse_rule(f"{lead} _, {lead} v{sorter} -> {lead} v")
 
 
 RULES: dict[str, Rule] = {
@@ -133,20 +116,18 @@ RULES: dict[str, Rule] = {
     "max": partial(extreme, "max"),
     "min": partial(extreme, "min"),
     **dict.fromkeys(
-        "all any argmax argmin logsumexp nanmean std var vector_norm linalg_matrix_norm".split(),
+        "all any argmax argmin logsumexp nanmean std var norm vector_norm linalg_norm"
+        " linalg_matrix_norm".split(),
         partial(whole, 1),
     ),
     **dict.fromkeys("aminmax std_mean var_mean".split(), partial(whole, 2)),
-    "norm": norm,
-    "linalg_norm": norm,
-    **dict.fromkeys("median nanmedian".split(), partial(_ordered, 2)),
-    **dict.fromkeys("kthvalue mode".split(), kthvalue),
+    **dict.fromkeys("median nanmedian".split(), partial(chosen, None)),
+    **dict.fromkeys("kthvalue mode".split(), partial(chosen, -1)),
     "quantile": quantile,
     "nanquantile": quantile,
-    "cumsum": partial(_scan, 1, True),
-    **dict.fromkeys("cumprod logcumsumexp".split(), partial(_scan, 1, False)),
-    **dict.fromkeys("cummax cummin sort topk".split(), partial(_scan, 2, False)),
-    **dict.fromkeys("argsort glu".split(), partial(_scan, 1, False)),
+    "cumsum": partial(along_dim, linear=True),
+    **dict.fromkeys("cumprod logcumsumexp argsort glu".split(), along_dim),
+    **dict.fromkeys("cummax cummin sort topk".split(), partial(along_dim, results=2)),
     "msort": parse_rule("_ ... -> _ ..."),
     "renorm": renorm,
     "trapezoid": partial(trapezoid, False),

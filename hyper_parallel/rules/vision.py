@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, refuse, spec
+from hyper_parallel.rules.call import Call, Rule, alike, refuse, spec
 
 __all__ = ["RULES"]
 
@@ -41,8 +41,7 @@ def over_space(num_dims: int, num_results: int, call: Call) -> OpRule:
 
 def resample(call: Call) -> OpRule:
     """Resample all dims behind batch and channels."""
-    space = " ".join(["_"] * (len(call.shape) - 2))
-    return parse_rule(f"n c {space} -> n c {space}", empty=False)
+    return alike(["n", "c", *["_"] * (len(call.shape) - 2)], empty=False)
 
 
 def pad(call: Call) -> OpRule:
@@ -53,10 +52,8 @@ def pad(call: Call) -> OpRule:
     padded = {ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount or not is_constant}
     if len(amounts) > 2 * ndim:
         raise refuse("pad", "pad must have at most two numbers for each dim", pad=amounts)
-    dims = " ".join(spec(ndim, tuple(padded)))
-    return parse_rule(
-        f"{dims} -> {dims}", linear=is_constant and not call.get("value"), empty=is_constant
-    )
+    is_linear = is_constant and not call.get("value")
+    return alike(spec(ndim, tuple(padded)), linear=is_linear, empty=is_constant)
 
 
 def pixel_shuffle(call: Call) -> OpRule:
