@@ -54,10 +54,13 @@ def group_ranks(step: Step, rank: int) -> tuple[int, ...]:
 def parts_of(whole: Layout, rank: int, pieces: Layout, ranks: Sequence[int]) -> list[Region]:
     """Give where, in what `rank` holds of `whole`, lies what others hold of `pieces`."""
     held = whole.intervals(rank)
-    return [
-        tuple(map(positions, map(intersect, pieces.intervals(other), held), held))
-        for other in ranks
-    ]
+    return [_common(held, pieces.intervals(other)) for other in ranks]
+
+
+def _common(own: Region | None, other: Region | None) -> Region:
+    """Give where, in what one rank holds, lies what another holds too."""
+    assert own is not None and other is not None
+    return tuple(map(positions, map(intersect, own, other), own))
 
 
 def is_local(before: Layout, after: Layout) -> bool:
@@ -106,20 +109,13 @@ def transfers(step: Step, rank: int) -> Transfers:
     takes = _holders(step, ranks)
     before, after = _held(step.src, rank), _held(step.dst, rank)
     nothing: Region = ((),) * max(len(step.src.shape), 1)
-    send: list[Region] = []
-    receive: list[Region] = []
-    for other in ranks:
-        sent = received = nothing
-        if before is not None and takes(other, rank):
-            wanted = _held(step.dst, other)
-            assert wanted is not None
-            sent = tuple(map(positions, map(intersect, before, wanted), before))
-        if after is not None and takes(rank, other):
-            given = _held(step.src, other)
-            assert given is not None
-            received = tuple(map(positions, map(intersect, given, after), after))
-        send.append(sent)
-        receive.append(received)
+    send = [
+        _common(before, _held(step.dst, other)) if takes(other, rank) else nothing
+        for other in ranks
+    ]
+    receive = [
+        _common(after, _held(step.src, other)) if takes(rank, other) else nothing for other in ranks
+    ]
     return Transfers(tuple(send), tuple(receive))
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "normalize",
 ]
 
+_FIX_DIM: Final = "Pass the tensor dim to cut"
 REDUCE_OPS: Final = ("sum", "avg", "max", "min", "product")
 
 
@@ -91,16 +92,9 @@ class Shard(Placement):
     block: int = 1
 
     def __post_init__(self) -> None:
-        _check_dim("Shard", self.dim)
-        if not _is_int(self.block, least=1):
-            raise LayoutError(
-                describe(
-                    "Shard",
-                    "block must be an int of at least 1",
-                    "Pass the number of elements that stay together, or leave it out",
-                    block=self.block,
-                )
-            )
+        _check_int("Shard", "dim", self.dim, _FIX_DIM)
+        fix = "Pass the number of elements that stay together, or leave it out"
+        _check_int("Shard", "block", self.block, fix, least=1)
 
     def parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """Give the one part that is cut: all of it."""
@@ -133,16 +127,9 @@ class StridedShard(Placement):
     split_factor: int
 
     def __post_init__(self) -> None:
-        _check_dim("StridedShard", self.dim)
-        if not _is_int(self.split_factor, least=1):
-            raise LayoutError(
-                describe(
-                    "StridedShard",
-                    "split_factor must be an int of at least 1",
-                    "Pass the number of chunks that are cut one by one",
-                    split_factor=self.split_factor,
-                )
-            )
+        _check_int("StridedShard", "dim", self.dim, _FIX_DIM)
+        fix = "Pass the number of chunks that are cut one by one"
+        _check_int("StridedShard", "split_factor", self.split_factor, fix, least=1)
 
     def parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """Give the chunks that are cut one by one."""
@@ -177,30 +164,19 @@ class Packed(Placement):
     blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_dim("Packed", self.dim)
-        object.__setattr__(self, "sizes", tuple(self.sizes))
-        object.__setattr__(self, "blocks", tuple(self.blocks) or (1,) * len(self.sizes))
-        if not self.sizes or not all(_is_int(size, least=0) for size in self.sizes):
-            raise LayoutError(
-                describe(
-                    "Packed",
-                    "sizes must be non-negative ints, at least one",
-                    "Pass the size of each part, in order",
-                    sizes=self.sizes,
-                )
-            )
-        fits = len(self.blocks) == len(self.sizes)
-        fits = fits and all(_is_int(block, least=1) for block in self.blocks)
-        if not fits or any(s % b for s, b in zip(self.sizes, self.blocks, strict=True)):
-            raise LayoutError(
-                describe(
-                    "Packed",
-                    "blocks must be one positive int for each part, and divide its size",
-                    "Pass the number of elements that stay together in each part",
-                    sizes=self.sizes,
-                    blocks=self.blocks,
-                )
-            )
+        _check_int("Packed", "dim", self.dim, _FIX_DIM)
+        sizes, blocks = tuple(self.sizes), tuple(self.blocks) or (1,) * len(self.sizes)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "blocks", blocks)
+        if not sizes or not all(_is_int(size, least=0) for size in sizes):
+            must = "sizes must be non-negative ints, at least one"
+            fix = "Pass the size of each part, in order"
+            raise LayoutError(describe("Packed", must, fix, sizes=sizes))
+        fits = len(blocks) == len(sizes) and all(_is_int(block, least=1) for block in blocks)
+        if not fits or any(size % block for size, block in zip(sizes, blocks, strict=True)):
+            must = "blocks must be one positive int for each part, and divide its size"
+            fix = "Pass the number of elements that stay together in each part"
+            raise LayoutError(describe("Packed", must, fix, sizes=sizes, blocks=blocks))
 
     def parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """Give the packed parts, whatever `size` is; a layout checks that they add up to it."""
@@ -231,14 +207,9 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            raise LayoutError(
-                describe(
-                    "Partial",
-                    f"reduce_op must be one of {', '.join(REDUCE_OPS)}",
-                    "Pass one of these names",
-                    reduce_op=self.reduce_op,
-                )
-            )
+            must = f"reduce_op must be one of {', '.join(REDUCE_OPS)}"
+            fix = "Pass one of these names"
+            raise LayoutError(describe("Partial", must, fix, reduce_op=self.reduce_op))
 
     def __repr__(self) -> str:
         return f"P({self.reduce_op})"
@@ -287,11 +258,10 @@ def normalize(placements: Sequence[Placement], ndim: int, *, where: str) -> tupl
     return tuple(result)
 
 
-def _check_dim(where: str, dim: object) -> None:
-    if not _is_int(dim):
-        raise LayoutError(
-            describe(where, "dim must be an int", "Pass the tensor dim to cut", dim=dim)
-        )
+def _check_int(where: str, name: str, value: object, fix: str, least: int | None = None) -> None:
+    if not _is_int(value, least):
+        must = f"{name} must be an int" + ("" if least is None else f" of at least {least}")
+        raise LayoutError(describe(where, must, fix, **{name: value}))
 
 
 def _is_int(value: Any, least: int | None = None) -> bool:

@@ -122,15 +122,8 @@ def plan(src: Layout, dst: Layout, *, itemsize: int = 4, model: LinkModel | None
 
 def _plan(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Plan:
     if src.shape != dst.shape:
-        raise LayoutError(
-            describe(
-                "plan",
-                "src and dst must have one global shape",
-                "Redistribute does not change shapes",
-                src=src.shape,
-                dst=dst.shape,
-            )
-        )
+        must, fix = "src and dst must have one global shape", "Redistribute does not change shapes"
+        raise LayoutError(describe("plan", must, fix, src=src.shape, dst=dst.shape))
     if same_cut(src, dst):
         return Plan(src, dst, ())
     if src.mesh == dst.mesh:

@@ -62,13 +62,6 @@ def quantile(call: Call) -> OpRule:
     return parse_rule(f"{' '.join(names)}{points} -> {new}{result}", empty=False)
 
 
-def trace(call: Call) -> OpRule:
-    """Sum the diagonal of a whole matrix."""
-    if len(call.shape) != 2:
-        raise refuse("trace", "the operand must be a matrix", shape=call.shape)
-    return parse_rule("_ _ -> ", linear=True)
-
-
 def difference(call: Call) -> OpRule:
     """Differences along one whole dim."""
     if len(call.shapes) > 1:
@@ -133,6 +126,6 @@ RULES: dict[str, Rule] = {
     "trapezoid": partial(trapezoid, False),
     "cumulative_trapezoid": partial(trapezoid, True),
     "diff": difference,
-    "trace": trace,
+    "trace": parse_rule("_ _ -> ", linear=True),
     "searchsorted": searchsorted,
 }
