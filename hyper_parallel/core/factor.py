@@ -61,14 +61,6 @@ class BoundRule:
     factors: tuple[Factor, ...]
     """In order of first occurrence, operands first."""
 
-    def factor_at(self, operand: int, dim: int) -> Factor | None:
-        """Give the outermost factor of an operand's dim, None where there is none."""
-        for factor in self.factors:
-            place = factor.operands[operand]
-            if place is not None and place.dim == dim and place.outermost:
-                return factor
-        return None
-
 
 def bind(rule: OpRule, shapes: Sequence[Sequence[int] | None]) -> BoundRule:
     """Put a rule on operand shapes.

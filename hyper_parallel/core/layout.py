@@ -75,8 +75,8 @@ class Layout:
             raise LayoutError(describe(where, must, fix, placements=got))
         shape = tuple(int(size) for size in self.shape)
         if any(size < 0 for size in shape):
-            must, fix = "sizes must not be negative", "Pass the global shape"
-            raise LayoutError(describe(where, must, fix, shape=shape))
+            fix = "Pass the global shape"
+            raise LayoutError(describe(where, "sizes must not be negative", fix, shape=shape))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "placements", normalize(self.placements, len(shape), where=where))
         _check_partials(self.placements)
@@ -85,10 +85,8 @@ class Layout:
         object.__setattr__(self, "_hash", hash(self._written()))
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Layout):
-            return NotImplemented
+        if self is other or not isinstance(other, Layout):
+            return self is other
         return self._hash == other._hash and self._written() == other._written()
 
     def __hash__(self) -> int:

@@ -173,13 +173,15 @@ def _considered(ask: _Question, chosen: tuple[Choice, ...], needs_grad: bool) ->
     """Keep the offers that some operand's placement on the next axis suggests, best hints first."""
     axis = len(chosen)
     here = [(operand, placements[axis]) for operand, placements, _ in ask.tensors()]
-    cuts: list[tuple[str, int]] = []
-    for operand, placement in here:
-        if isinstance(placement, Shard):
-            factor = ask.bound.factor_at(operand, placement.dim)
-            place = factor.operands[operand] if factor is not None else None
-            if factor is not None and place is not None:
-                cuts.append((factor.name, max(placement.block // max(place.span, 1), 1)))
+    cuts = [
+        (factor.name, max(placement.block // max(place.span, 1), 1))
+        for operand, placement in here
+        if isinstance(placement, Shard)
+        for factor in ask.bound.factors
+        if (place := factor.operands[operand]) is not None
+        and place.outermost
+        and place.dim == placement.dim
+    ]
     is_any_cut = any(isinstance(placement, Shard) for _, placement in here)
     pending = {placement.reduce_op for _, placement in here if isinstance(placement, Partial)}
     kept: list[Choice] = []

@@ -58,13 +58,6 @@ def test_bind_scalar_operand_has_no_factor() -> None:
     assert bound.shapes == ((4,), None)
 
 
-def test_bind_factor_at_gives_the_outermost() -> None:
-    bound = bind(parse_rule("(a=2 b) _ -> a b _"), [(6, 4)])
-    factor = bound.factor_at(0, 0)
-    assert factor is not None and factor.name == "a"
-    assert bound.factor_at(0, 1) is None
-
-
 @pytest.mark.parametrize(
     ("text", "shapes", "must"),
     [
