@@ -17,6 +17,7 @@ from hyper_parallel.core.rule import OpRule, parse_rule
 from hyper_parallel.errors import RuleError, describe
 
 __all__ = [
+    "Argument",
     "Call",
     "Rule",
     "aligned",

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.rules.call import Call, Rule, aligned, refuse, spec
+from hyper_parallel.rules.call import Argument, Call, Rule, aligned, refuse, spec
 
 __all__ = ["RULES"]
 
 
-def _reduced(operands: str, result: str, call: Call, default: str = "mean") -> OpRule:
-    """Reduce what a loss gives without reduction as `reduction` says."""
+def _reduction(call: Call) -> Argument:
     if call.get("size_average") is not None or call.get("reduce") is not None:
         raise refuse("loss", "the reduction must be given as reduction=")
-    reduction = call.get("reduction", default)
+    return call.get("reduction", "mean")
+
+
+def _reduced(operands: str, result: str, call: Call) -> OpRule:
+    """Reduce what a loss gives without reduction as `reduction` says."""
+    reduction = _reduction(call)
     if reduction == "none":
         return parse_rule(f"{operands} -> {result}")
     if reduction not in ("sum", "mean"):
@@ -83,9 +87,7 @@ def cross_entropy(call: Call) -> OpRule:
     """
     ndim = len(call.shape)
     class_dim = 1 if ndim > 1 else 0
-    if call.get("size_average") is not None or call.get("reduce") is not None:
-        raise refuse("loss", "the reduction must be given as reduction=")
-    reduction = call.get("reduction", "mean")
+    reduction = _reduction(call)
     names = ["_"] * ndim if reduction == "mean" else spec(ndim, (class_dim,))
     kept = [name for dim, name in enumerate(names) if dim != class_dim]
     target = names if call.shapes[1] == call.shape else kept
