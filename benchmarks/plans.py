@@ -20,7 +20,7 @@ Times are those of our default link model.
     python benchmarks/plans.py
     python benchmarks/plans.py --mesh 2,2,2 --ndim 2 --every 11 --search 100
 
-On three axes there are many pairs: 8,372 of a tensor of 2 dims, 30,800 of 3, 20 to 70 ms each.
+On three axes there are many pairs: 8,372 of a tensor of 2 dims, 30,800 of 3, 5 to 40 ms each.
 """
 
 import argparse
