@@ -198,53 +198,38 @@ class Backend(Protocol):
         ...
 
     def start(self, mesh: AbstractMesh) -> None:
-        """Be ready for `mesh`: default process group, current device, world size checked."""
+        """Be ready for `mesh`: start the world, choose the device, refuse ranks it lacks."""
         ...
 
     def rank(self) -> int:
         """Give this process's global rank."""
         ...
 
-    def world_size(self) -> int:
-        """Give the number of ranks in the world."""
+    def make_groups(self, mesh: AbstractMesh) -> Sequence[Any]:
+        """Make the groups of every axis; every rank of the world calls this.
+
+        Decides: what a process group is. Gives this rank's, one an axis; none outside the mesh.
+        """
         ...
 
-    def prepare(self, mesh: AbstractMesh) -> Any:
-        """Make the groups of every axis; every rank of the world calls this. Returns a handle."""
+    def make_group(self, ranks: tuple[int, ...], name: str) -> Any:
+        """Make one group, or give the one there is; exactly its ranks call this together."""
         ...
 
-    def group(self, handle: Any, axis: int) -> Any:
-        """Give the process group of one axis, as users of the framework know it."""
+    def group_ranks(self, group: Any) -> tuple[int, ...]:
+        """List the global ranks of a group, in any order."""
         ...
 
-    def slice_handle(self, handle: Any, names: tuple[str, ...]) -> Any:
-        """Give the handle of a submesh; makes no group."""
+    def communicator(self, group: Any, ranks: tuple[int, ...]) -> Communicator:
+        """Give the collectives of a group for this rank, which list its ranks in this order."""
         ...
 
-    def flatten_handle(self, mesh: Any, name: str) -> Any:
-        """Give the handle of the flattened mesh, making its groups at the first call."""
-        ...
-
-    def adopt_groups(
-        self, group: Any, device_type: str, mesh: Any, mesh_dim_names: tuple[str, ...] | None
-    ) -> tuple[AbstractMesh, Any]:
-        """Describe groups that exist already as a mesh and its handle."""
+    def framework_mesh(self, mesh: Any) -> Any:
+        """Give the framework's own mesh on the groups of our DeviceMesh; None if it has none."""
         ...
 
     def wrap_mesh(self, mesh: Any) -> Any:
         """Give our DeviceMesh on the groups of the framework's own; the same one each time."""
-        ...
-
-    def communicator(self, mesh: AbstractMesh, handle: Any, axis: int) -> Communicator:
-        """Give the collectives of one axis for this rank."""
-        ...
-
-    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> Communicator:
-        """Make the group of several axes, row-major; the ranks of that group call this together."""
-        ...
-
-    def union_communicator(self, ranks: tuple[int, ...]) -> Communicator:
-        """Make a group of any ranks, in this order; exactly these call this together."""
         ...
 
     def index_array(self, mesh: AbstractMesh) -> Any:
