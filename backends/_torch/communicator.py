@@ -69,8 +69,8 @@ class TorchCommunicator:
     """
 
     __slots__ = (
-        "_device_type", "_dtypes", "_faults", "_from_group", "_ints_device", "_moves", "_native",
-        "_on_cpu", "_permuted", "_to_group", "_uneven", "group", "rank", "ranks", "size",
+        "_device_type", "_faults", "_from_group", "_ints_device", "_moves", "_native", "_on_cpu",
+        "_permuted", "_to_group", "_uneven", "_wide", "group", "rank", "ranks", "size",
     )  # fmt: skip
 
     def __init__(
@@ -92,8 +92,8 @@ class TorchCommunicator:
         self._permuted = list(self.ranks) != in_group
         self._device_type = device_type
         self._on_cpu = device_type == "cpu"
-        self._dtypes = dtypes
         self._native = dtypes.native
+        self._wide = dtypes.wide
         self._moves = dtypes.moves
         self._uneven = uneven
         # A group that also serves CPU tensors exchanges host integers without the device.
@@ -272,9 +272,9 @@ class TorchCommunicator:
         reduce = getattr(self, name)
         if x.is_complex() and op in ("sum", "avg"):
             return then(reduce(torch.view_as_real(x), op=op, **how), torch.view_as_complex)
-        widened = self._dtypes.widened(op, x.dtype)
+        widened = self._wide.get((op, x.dtype))
         if widened is None:
-            raise cannot_reduce(name, x.dtype, op, self._device_type, is_complex=x.is_complex())
+            raise cannot_reduce(name, x.dtype, op, self._device_type)
         wide_op, dtype = widened
         return then(reduce(x.to(dtype), op=wide_op, **how), lambda out: out.to(x.dtype))
 
@@ -296,7 +296,7 @@ class TorchCommunicator:
 
     def explain(self, name: str, given: Mapping[str, Any], error: Exception) -> BackendError:
         """Give the error of a wrong call, or of one that started and did not complete."""
-        wrong = refused(name, given, self.size, rank=self.rank, device_type=self._device_type)
+        wrong = refused(name, given, self, self._device_type)
         return wrong or self._faults.failed(name, given, error)
 
     def _end(self, work: Any, out: Tensor) -> Tensor:

@@ -122,11 +122,11 @@ class Faults:
             return (0,), "Look for the first error of rank 0: it left, and its store with it"
         missing = tuple(rank for rank in self._ranks if rank not in heard)
         if missing:
-            names = ", ".join(map(str, missing))
-            rest = "it left, or did not come to this call" if len(missing) == 1 else "they left, or"
-            rest = rest if len(missing) == 1 else f"{rest} did not come to this call"
-            word = "rank" if len(missing) == 1 else "ranks"
-            return missing, f"Look for the first error of {word} {names}: {rest}"
+            word, they = ("rank", "it") if len(missing) == 1 else ("ranks", "they")
+            who = (
+                f"{word} {', '.join(map(str, missing))}: {they} left, or did not come to this call"
+            )
+            return missing, f"Look for the first error of {who}"
         times = sorted((at, rank) for rank, (at, _) in heard.items())
         last, after = times[-1][1], times[-1][0] - times[0][0]
         return (), (

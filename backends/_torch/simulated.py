@@ -23,6 +23,7 @@ from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.baton import Baton, current_rank
 from hyper_parallel.runtime.calls import Call
 from hyper_parallel.runtime.interface import ArrayOps, Capabilities
+from hyper_parallel.runtime.process_state import standard_parts
 from hyper_parallel.runtime.registry import backend_for
 
 __all__ = ["SimulatedBackend"]
@@ -50,24 +51,16 @@ class SimulatedBackend:
         self._reduces = REDUCES
         if self.device_type not in ("cpu", "meta"):
             real = backend_for(self.device_type)
-            self.capabilities = replace(real.capabilities, checks_calls=True, fuses=frozenset())
+            self.capabilities = replace(real.capabilities, checks_calls=True, fused=None)
             self.ops = real.ops
             self._reduces = (real.capabilities.reduces or REDUCES) | real.capabilities.widens
         self.world_size = world_size
         self._serials = itertools.count(1)
-        self._baton: Baton | None = None
-
-    def parts(self) -> list[TorchState]:
-        """List torch's process-wide state, for each rank to own."""
-        return [TorchState(self.device_type)]
+        self.baton = Baton(world_size, [*standard_parts(), TorchState(self.device_type)])
 
     def carry(self) -> Callable[[], AbstractContextManager[None]]:
         """Read the caller's modes; give a context that enters them on a rank's thread."""
         return carry_modes(self.device_type)
-
-    def connect(self, baton: Baton) -> None:
-        """Take the scheduler whose exchange the collectives use."""
-        self._baton = baton
 
     def unavailable(self) -> str | None:
         """Say None: no hardware is needed."""
@@ -121,7 +114,7 @@ class SimulatedBackend:
         """Give the collectives of a group for this rank."""
         own = SimulatedGroup(ranks, group.serial, self.rank())
         return SimulatedCommunicator(
-            self._connected(), own, device_type=self.device_type, reduces=self._reduces
+            self.baton, own, device_type=self.device_type, reduces=self._reduces
         )
 
     def framework_mesh(self, mesh: Any) -> None:
@@ -152,15 +145,6 @@ class SimulatedBackend:
 
     def _agree(self, ranks: tuple[int, ...], call: Call) -> int:
         """Agree with other ranks on a call; give it a serial."""
-        return self._connected().exchange(
+        return self.baton.exchange(
             ranks, call, combine=lambda brought: [next(self._serials)] * len(brought)
         )
-
-    def _connected(self) -> Baton:
-        if self._baton is None:
-            raise BackendError(
-                describe(
-                    "SimulatedBackend", "it must be connected to a run", "Use it through simulate"
-                )
-            )
-        return self._baton

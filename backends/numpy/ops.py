@@ -33,7 +33,7 @@ def reduction(where: str, op: str, dtype: np.dtype[Any]) -> Callable[..., Array]
     averages = op != "avg" or dtype.kind in "fc"
     ordered = op not in ("max", "min") or dtype.kind != "c"
     if op not in _REDUCTIONS or not averages or not ordered:
-        raise cannot_reduce(where, dtype, op, "numpy", is_complex=dtype.kind == "c")
+        raise cannot_reduce(where, dtype, op, "numpy")
     return _REDUCTIONS[op]
 
 

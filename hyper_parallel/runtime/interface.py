@@ -18,16 +18,31 @@ and every list of pieces or sizes follow that order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh import AbstractMesh
 
-__all__ = ["ArrayOps", "Backend", "Capabilities", "Communicator", "FusedMatmul", "Work"]
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "REDUCE_SCATTER",
+    "ArrayOps",
+    "Backend",
+    "Capabilities",
+    "Communicator",
+    "FusedMatmul",
+    "Work",
+]
 
 Array = Any
+
+# See [Note: fused kinds].
+ALL_GATHER = "all_gather_matmul"
+REDUCE_SCATTER = "matmul_reduce_scatter"
+ALL_REDUCE = "matmul_all_reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +60,8 @@ class Capabilities:
         widens: (op, dtype) that are reduced as another dtype, which takes copies. What is in
             neither set is refused.
         moves: dtypes that are moved as they are; others travel as bytes. None: all.
-        fuses: kinds of matmuls that a kernel may fuse with their collective; see [Note: fused
-            kinds]. `fused(kind, communicator)` of the backend gives a FusedMatmul, or None where
-            what is installed lacks it.
+        fused: `fused(kind, communicator)` gives a matmul fused with its collective, see [Note:
+            fused kinds], or None where what is installed lacks one; None: there are no kernels.
     """
 
     uneven_gather: bool = False
@@ -57,7 +71,7 @@ class Capabilities:
     reduces: frozenset[tuple[str, str]] | None = None
     widens: frozenset[tuple[str, str]] = frozenset()
     moves: frozenset[str] | None = None
-    fuses: frozenset[str] = frozenset()
+    fused: Callable[[str, Communicator], FusedMatmul | None] | None = None
 
 
 class Work(Protocol):

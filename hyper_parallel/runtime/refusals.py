@@ -9,18 +9,16 @@ from hyper_parallel.errors import BackendError, LayoutError, describe
 __all__ = ["cannot_reduce", "cannot_scale", "integer_average", "no_identity"]
 
 
-def cannot_reduce(
-    where: str, dtype: object, op: str, device_type: str, *, is_complex: bool
-) -> BackendError:
+def cannot_reduce(where: str, dtype: object, op: str, device_type: str) -> BackendError:
     """Give the error of an op that does not exist, or that this dtype does not have here."""
     if op not in REDUCE_OPS:
         text = describe(where, f"op must be one of {REDUCE_OPS}", "Name one of them", op=op)
         return BackendError(text)
-    fix = "Reduce with sum" if op == "avg" or is_complex else "Convert to float32 or int32"
+    sums = op == "avg" or "complex" in str(dtype)
     text = describe(
         where,
         f"the {device_type} backend must be able to reduce this dtype with this op",
-        f"{fix} first" if fix.startswith("Convert") else fix,
+        "Reduce with sum" if sums else "Convert to float32 or int32 first",
         dtype=dtype,
         op=op,
     )
