@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from hyper_parallel.core.placement import REDUCE_OPS
+
 __all__ = ["COMPLEX", "FLOATS", "INTS", "UNSIGNED", "DtypeSupport", "name_of"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -19,13 +21,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 INTS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
-_OPS: dict[str, Any] = {
-    "sum": ReduceOp.SUM,
-    "avg": ReduceOp.AVG,
-    "product": ReduceOp.PRODUCT,
-    "max": ReduceOp.MAX,
-    "min": ReduceOp.MIN,
-}
+_OPS: dict[str, Any] = {op: getattr(ReduceOp, op.upper()) for op in REDUCE_OPS}
 _LINEAR = ("sum", "avg")
 _ON_BOOLS = {"sum": "max", "product": "min"}
 

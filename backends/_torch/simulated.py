@@ -48,12 +48,11 @@ class SimulatedBackend:
             uneven_gather=True, native_avg=True, checks_calls=True, reduces=REDUCES
         )
         self.ops: ArrayOps = TorchOps()
-        self._reduces = REDUCES
         if self.device_type not in ("cpu", "meta"):
             real = backend_for(self.device_type)
             self.capabilities = replace(real.capabilities, checks_calls=True, fused=None)
             self.ops = real.ops
-            self._reduces = (real.capabilities.reduces or REDUCES) | real.capabilities.widens
+        self._reduces = (self.capabilities.reduces or REDUCES) | self.capabilities.widens
         self.world_size = world_size
         self._serials = itertools.count(1)
         self.baton = Baton(world_size, [*standard_parts(), TorchState(self.device_type)])

@@ -28,13 +28,13 @@ from hyper_parallel.core.interval import count
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial
 from hyper_parallel.core.plan import Plan, plan
-from hyper_parallel.runtime.interface import ArrayOps, Communicator
+from hyper_parallel.runtime.interface import Communicator
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.parts import consecutive, packer, putter, taker, unpacker
 from hyper_parallel.runtime.program import Collective, Program, chain, program_of
 from hyper_parallel.runtime.rows import gather, reducer, scatter
 
-__all__ = ["execute", "program"]
+__all__ = ["execute", "pending_op", "program"]
 
 Array = Any
 Run = Callable[[Array], Array]
@@ -112,7 +112,7 @@ def _part(step: Step, mesh: DeviceMesh) -> Run | Collective:
 
 
 def _all_reduce(step: Step, mesh: DeviceMesh) -> Collective:
-    start, after = reducer(mesh, _axes(step), "all_reduce", _op(step.src, step.axes[0]))
+    start, after = reducer(mesh, _axes(step), "all_reduce", pending_op(step.src, step.axes[0]))
     return Collective(start, mesh.backend.ops.clone, after, copies=True)
 
 
@@ -126,19 +126,15 @@ def _all_gather(step: Step, mesh: DeviceMesh) -> Collective:
     rows = gather(mesh, axes, 0, _sizes(regions))
     return Collective(
         rows.start,
-        chain(partial(_flat, ops), rows.before),
+        chain(lambda x: ops.reshape(ops.contiguous(x), (math.prod(x.shape),)), rows.before),
         chain(rows.after, unpacker(ops, regions, shape)),
     )
-
-
-def _flat(ops: ArrayOps, x: Array) -> Array:
-    return ops.reshape(ops.contiguous(x), (math.prod(x.shape),))
 
 
 def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
-    op = _op(step.src, step.axes[0])
+    op = pending_op(step.src, step.axes[0])
     regions = parts_of(step.src, rank, step.dst, group_ranks(step, rank))
     before = step.src.local_shape(rank)
     along = consecutive(regions, before)
@@ -202,7 +198,7 @@ def _slice(step: Step, mesh: DeviceMesh) -> Run:
 def _fill(step: Step, mesh: DeviceMesh) -> Run:
     """Turn R or a cut into a pending reduction without communication (exact for every dtype)."""
     (axis,) = step.axes
-    ops, rank, op = mesh.backend.ops, mesh.get_rank(), _op(step.dst, step.axes[0])
+    ops, rank, op = mesh.backend.ops, mesh.get_rank(), pending_op(step.dst, step.axes[0])
     if step.src.placements[axis].cut_dim is None:
         keeps = mesh.my_coordinate[axis] == 0 or op in ("avg", "max", "min")
         return ops.clone if keeps else lambda local: ops.identity(local.shape, op, local)
@@ -220,7 +216,7 @@ def _fill(step: Step, mesh: DeviceMesh) -> Run:
 
 def _scale(step: Step, mesh: DeviceMesh) -> Run:
     (axis,) = step.axes
-    to_sum, num_ranks = _op(step.dst, axis) == "sum", mesh.shape[axis]
+    to_sum, num_ranks = pending_op(step.dst, axis) == "sum", mesh.shape[axis]
     return lambda local: mesh.backend.ops.scale(local, num_ranks, divide=to_sum)
 
 
@@ -228,7 +224,8 @@ def _axes(step: Step) -> Axes:
     return step.axes[0] if len(step.axes) == 1 else step.axes
 
 
-def _op(layout: Layout, axis: int) -> str:
+def pending_op(layout: Layout, axis: int) -> str:
+    """Name the reduction that is pending along an axis."""
     placement = layout.placements[axis]
     assert isinstance(placement, Partial)
     return placement.reduce_op

@@ -66,13 +66,10 @@ class Program:
         Returns:
             A handle whose `wait` does the rest; None, and nothing was run, if nothing communicates.
         """
-        last = len(self.parts) - 1
-        while last >= 0 and not isinstance(self.parts[last], Collective):
-            last -= 1
-        if last < 0:
+        steps = [(i, part) for i, part in enumerate(self.parts) if isinstance(part, Collective)]
+        if not steps:
             return None
-        step = self.parts[last]
-        assert isinstance(step, Collective)
+        last, step = steps[-1]
         if last == 0 and not step.copies:
             local = clone(local)
         local = chain(*map(_whole, self.parts[:last]), step.before)(local)
