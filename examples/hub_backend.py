@@ -163,15 +163,11 @@ class HubBackend:
     def rank(self) -> int:
         return int(os.environ["RANK"])
 
-    # A group is nothing but its ranks.
     def make_groups(self, mesh: AbstractMesh) -> list[tuple[int, ...]]:
-        rank = self.rank()
-        return [
-            mesh.group_ranks(axis, rank=rank) for axis in range(mesh.ndim) if rank in mesh.ranks
-        ]
+        return [mesh.group_ranks(axis, rank=self.rank()) for axis in range(mesh.ndim)]
 
     def make_group(self, ranks: tuple[int, ...], name: str) -> tuple[int, ...]:
-        return ranks
+        return ranks  # a group is nothing else
 
     def group_ranks(self, group: tuple[int, ...]) -> tuple[int, ...]:
         return group
@@ -186,7 +182,7 @@ class HubBackend:
         return torch.device("cpu")
 
     def framework_mesh(self, mesh: object) -> None:
-        """Give none: torch's meshes have process groups."""
+        return None
 
     def wrap_mesh(self, mesh: object) -> None:
         refuse("hub", "meshes must be made by init_device_mesh", "There are no process groups")

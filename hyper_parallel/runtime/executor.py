@@ -28,17 +28,13 @@ from hyper_parallel.core.interval import count
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial
 from hyper_parallel.core.plan import Plan, plan
-from hyper_parallel.runtime.interface import Communicator
+from hyper_parallel.runtime.interface import Array, Communicator
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.parts import consecutive, packer, putter, taker, unpacker
-from hyper_parallel.runtime.program import Collective, Program, chain, program_of
-from hyper_parallel.runtime.rows import gather, reducer, scatter
+from hyper_parallel.runtime.program import Collective, Program, Run, chain, whole
+from hyper_parallel.runtime.rows import Axes, gather, reducer, scatter
 
 __all__ = ["execute", "pending_op", "program"]
-
-Array = Any
-Run = Callable[[Array], Array]
-Axes = int | tuple[int, ...]
 
 _MOST_PROGRAMS = 4096
 
@@ -88,7 +84,7 @@ def _program(plan: Plan, key: Any, mesh: DeviceMesh) -> Program:
     parts = tuple(_part(step, on) for step, on in steps if _takes_part(step, on))
     if len(mesh.programs) >= _MOST_PROGRAMS:
         mesh.programs.clear()
-    found = mesh.programs[key] = program_of(plan, parts)
+    found = mesh.programs[key] = Program(plan, parts, chain(*map(whole, parts)))
     return found
 
 

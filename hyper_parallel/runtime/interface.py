@@ -29,6 +29,7 @@ __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "REDUCE_SCATTER",
+    "Array",
     "ArrayOps",
     "Backend",
     "Capabilities",
@@ -222,7 +223,7 @@ class Backend(Protocol):
     def make_groups(self, mesh: AbstractMesh) -> Sequence[Any]:
         """Make the groups of every axis; every rank of the world calls this.
 
-        Decides: what a process group is. Gives this rank's, one an axis; none outside the mesh.
+        Decides: what a group is. Gives this rank's, one an axis; outside the mesh it need not.
         """
         ...
 

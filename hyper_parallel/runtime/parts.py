@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hyper_parallel.core.exchange import Region, region_shape
-from hyper_parallel.runtime.interface import ArrayOps
+from hyper_parallel.runtime.interface import Array, ArrayOps
+from hyper_parallel.runtime.program import Run
 
 __all__ = ["consecutive", "packer", "putter", "taker", "unpacker"]
 
-Array = Any
-Run = Callable[[Array], Array]
 Runs = Sequence[tuple[int, int]]
 
 

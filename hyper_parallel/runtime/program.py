@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.plan import Plan
-from hyper_parallel.runtime.interface import Work
+from hyper_parallel.runtime.interface import Array, Work
 
-__all__ = ["Collective", "Program", "Rest", "chain", "program_of"]
+__all__ = ["Collective", "Program", "Rest", "Run", "chain", "whole"]
 
-Array = Any
 Run = Callable[[Array], Array]
 
 
@@ -72,10 +71,10 @@ class Program:
         last, step = steps[-1]
         if last == 0 and not step.copies:
             local = clone(local)
-        local = chain(*map(_whole, self.parts[:last]), step.before)(local)
+        local = chain(*map(whole, self.parts[:last]), step.before)(local)
         return Rest(
             step.start(local, async_op=True),
-            chain(step.after, *map(_whole, self.parts[last + 1 :])),
+            chain(step.after, *map(whole, self.parts[last + 1 :])),
         )
 
 
@@ -96,12 +95,8 @@ class Rest:
         return self.rest(self.work.wait())
 
 
-def program_of(plan: Plan, parts: Sequence[Run | Collective]) -> Program:
-    """Make the program of a plan's steps on this rank; of none outside the mesh."""
-    return Program(plan, parts, chain(*map(_whole, parts)))
-
-
-def _whole(part: Run | Collective) -> Run:
+def whole(part: Run | Collective) -> Run:
+    """Give a step as one function, which waits for its collective."""
     return part.whole() if isinstance(part, Collective) else part
 
 

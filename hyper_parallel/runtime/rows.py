@@ -14,14 +14,12 @@ from typing import Any
 
 from hyper_parallel.core.interval import chunk_sizes
 from hyper_parallel.core.placement import Shard
-from hyper_parallel.runtime.interface import ArrayOps
+from hyper_parallel.runtime.interface import Array, ArrayOps
 from hyper_parallel.runtime.mesh import DeviceMesh
-from hyper_parallel.runtime.program import Collective, chain
+from hyper_parallel.runtime.program import Collective, Run, chain
 
-__all__ = ["gather", "reduce", "reducer", "scatter", "scatter_from"]
+__all__ = ["Axes", "gather", "reduce", "reducer", "scatter", "scatter_from"]
 
-Array = Any
-Run = Callable[[Array], Array]
 Axes = int | tuple[int, ...]
 
 
