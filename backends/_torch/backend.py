@@ -17,7 +17,7 @@ from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, DtypeSu
 from hyper_parallel.backends._torch.groups import joint_group, mesh_groups
 from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
-from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
+from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
 from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 from hyper_parallel.runtime.mesh import DeviceMesh
@@ -143,7 +143,7 @@ class TorchBackend:
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
         """Give the mesh's ranks as an int32 CPU tensor, as torch's `mesh.mesh`."""
-        return _index_tensor(mesh)
+        return torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").reshape(mesh.shape)
 
     def device(self) -> torch.device:
         """Give the device that this rank's tensors live on."""
@@ -151,10 +151,6 @@ class TorchBackend:
             return torch.device("cpu")
         module = torch.get_device_module(self.device_type)
         return torch.device(self.device_type, module.current_device())
-
-
-def _index_tensor(mesh: AbstractMesh) -> torch.Tensor:
-    return torch.tensor(nest_ranks(mesh.ranks, mesh.shape), dtype=torch.int, device="cpu")
 
 
 def _slice(mesh: DeviceMesh) -> TorchMesh | None:
@@ -171,7 +167,7 @@ def _slice(mesh: DeviceMesh) -> TorchMesh | None:
 
 def _torch_mesh(mesh: DeviceMesh) -> TorchMesh:
     """Make torch's mesh on groups that exist; outside the mesh there are none."""
-    ranks, groups, names = _index_tensor(mesh), mesh.groups, mesh.mesh_dim_names
+    ranks, groups, names = mesh.mesh, mesh.groups, mesh.mesh_dim_names
     if not groups:
         return TorchMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
     if mesh.ndim == 1 and list(mesh.ranks) == dist.get_process_group_ranks(groups[0]):

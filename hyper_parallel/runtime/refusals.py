@@ -58,6 +58,9 @@ def identity_value(op: str, dtype: object, limits: tuple[Any, Any] | None) -> An
         dtype: the dtype, for the error.
         limits: its lowest and highest value; None: it has no order.
 
+    Returns:
+        The number.
+
     Raises:
         BackendError: no such op, or not in this dtype.
     """

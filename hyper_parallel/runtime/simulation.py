@@ -202,11 +202,8 @@ def _first_error(outcomes: list[Outcome]) -> int | None:
     if not failed:
         return None
     first = min(failed, key=lambda one: one[0])[2]
-    return min(rank for _, rank, error in failed if _same(error, first))
-
-
-def _same(error: BaseException, other: BaseException) -> bool:
-    return type(error) is type(other) and str(error) == str(other)
+    alike = type(first), str(first)
+    return min(rank for _, rank, error in failed if (type(error), str(error)) == alike)
 
 
 def _left_alone(released: Released, rank: int, error: BaseException) -> BackendError:
