@@ -61,14 +61,7 @@ class Faults:
         self._rank = rank
 
     def wait(self, work: Any) -> None:
-        """Wait on the host for a collective of CPU tensors; see [Note: roll call].
-
-        Args:
-            work: torch's handle.
-
-        Raises:
-            RuntimeError: torch's, or another rank gave the collective up.
-        """
+        """Wait on the host for a collective of CPU tensors; see [Note: roll call]."""
         while True:
             try:
                 work.wait(LOOK_EVERY)
@@ -80,16 +73,7 @@ class Faults:
                     raise RuntimeError("another rank gave this collective up") from error
 
     def failed(self, name: str, given: Mapping[str, Any], error: Exception) -> BackendError:
-        """Give the error of a collective that started and did not complete.
-
-        Args:
-            name: the collective's method.
-            given: its arguments by name.
-            error: what torch raised.
-
-        Returns:
-            The error; after a roll call if a peer or a link was lost.
-        """
+        """Give the error of a collective that did not complete; if a peer was lost, who it was."""
         call = announced() or Call.to(name, given)
         said = Said.here(call)
         lost = any(text in str(error) for text in _LOST)

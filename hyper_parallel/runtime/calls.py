@@ -135,16 +135,7 @@ class Wait:
 
 
 def mismatch_text(where: str, ranks: Sequence[int], said: Sequence[Said]) -> str:
-    """Say how the first call that is unlike that of the group's first rank differs from it.
-
-    Args:
-        where: the call the user made, or who compares.
-        ranks: the group's global ranks.
-        said: their calls, in the same order; not all alike.
-
-    Returns:
-        The text, the same on every rank.
-    """
+    """Say alike on all ranks how the first call unlike that of the group's first rank differs."""
     first = said[0]
     odd = next(i for i, one in enumerate(said) if one.call != first.call)
     what = first.call.difference(said[odd].call)

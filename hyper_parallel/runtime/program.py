@@ -65,10 +65,13 @@ class Program:
         Returns:
             A handle whose `wait` does the rest; None, and nothing was run, if nothing communicates.
         """
-        steps = [(i, part) for i, part in enumerate(self.parts) if isinstance(part, Collective)]
-        if not steps:
+        last = len(self.parts) - 1
+        while last >= 0 and not isinstance(self.parts[last], Collective):
+            last -= 1
+        if last < 0:
             return None
-        last, step = steps[-1]
+        step = self.parts[last]
+        assert isinstance(step, Collective)
         if last == 0 and not step.copies:
             local = clone(local)
         local = chain(*map(whole, self.parts[:last]), step.before)(local)
