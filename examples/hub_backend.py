@@ -149,30 +149,30 @@ class HubBackend:
         return None
 
     def start(self, mesh: AbstractMesh) -> None:
+        size = int(os.environ["WORLD_SIZE"])
+        if max(mesh.ranks) >= size:
+            refuse("hub", f"ranks must be below {size}", "Start more processes", ranks=mesh.ranks)
         if hasattr(self, "_pipe"):
             return
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if self.rank() == 0:
             listener = Listener(address, backlog=64, authkey=KEY)
-            threading.Thread(target=serve, args=(listener, self.world_size()), daemon=True).start()
+            threading.Thread(target=serve, args=(listener, size), daemon=True).start()
         self._pipe = connect(address)
 
     def rank(self) -> int:
         return int(os.environ["RANK"])
 
-    def world_size(self) -> int:
-        return int(os.environ["WORLD_SIZE"])
+    def make_groups(self, mesh: AbstractMesh) -> list[tuple[int, ...]]:
+        return [mesh.group_ranks(axis, rank=self.rank()) for axis in range(mesh.ndim)]
 
-    def prepare(self, mesh: AbstractMesh) -> AbstractMesh:
-        return mesh
+    def make_group(self, ranks: tuple[int, ...], name: str) -> tuple[int, ...]:
+        return ranks  # a group is nothing else
 
-    def communicator(self, mesh: AbstractMesh, handle: object, axis: int) -> HubCommunicator:
-        return self.joint_communicator(mesh, (axis,))
+    def group_ranks(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        return group
 
-    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> HubCommunicator:
-        return self.union_communicator(mesh.submesh_ranks(axes, rank=self.rank()))
-
-    def union_communicator(self, ranks: tuple[int, ...]) -> HubCommunicator:
+    def communicator(self, group: tuple[int, ...], ranks: tuple[int, ...]) -> HubCommunicator:
         return HubCommunicator(self._pipe, ranks, self.rank())
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
@@ -181,14 +181,11 @@ class HubBackend:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def _nothing(self, *_: object) -> None:
-        """Give the handle of a slice: none is needed, as a group is only a tuple of ranks."""
+    def framework_mesh(self, mesh: object) -> None:
+        return None
 
-    def _no_groups(self, *_: object) -> None:
+    def wrap_mesh(self, mesh: object) -> None:
         refuse("hub", "meshes must be made by init_device_mesh", "There are no process groups")
-
-    slice_handle = flatten_handle = _nothing
-    group = adopt_groups = wrap_mesh = _no_groups
 
 
 def connect(address: tuple[str, int]) -> Connection:

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TorchBackend: what the backends on torch share. Groups and meshes are torch's own.
-
-The handle of a mesh is torch's DeviceMesh, so both sides use the same process groups.
-"""
+"""TorchBackend: what the backends on torch share. Process groups are torch's own."""
 
 from __future__ import annotations
 
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from hyper_parallel.backends._torch.communicator import TorchCommunicator
-from hyper_parallel.backends._torch.dtypes import DtypeSupport
+from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, DtypeSupport
 from hyper_parallel.backends._torch.groups import joint_group, mesh_groups
 from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
-from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
+from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 from hyper_parallel.runtime.mesh import DeviceMesh
 
@@ -40,7 +36,12 @@ class TorchBackend:
     device_type: str
     library: str
     capabilities: Capabilities
-    dtypes: DtypeSupport
+    # Gloo and NCCL can do the same.
+    dtypes: DtypeSupport = DtypeSupport(
+        moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
+        reduces=(*FLOATS, *INTS, torch.bool),
+        widens={torch.int16: torch.int32},
+    )
     ops: ArrayOps = TorchOps()
 
     def __init__(self) -> None:
@@ -76,98 +77,43 @@ class TorchBackend:
         return {}
 
     def start(self, mesh: AbstractMesh) -> None:
-        """Start the default process group if there is none, and choose the current device."""
-        del mesh
+        """Start the default process group if there is none, and choose the current device.
+
+        Raises:
+            BackendError: the world cannot be started, or is smaller than the mesh.
+        """
         start_world(self.device_type, self.library)
+        world = dist.get_world_size()
+        if max(mesh.ranks) >= world:
+            raise BackendError(
+                describe(
+                    "DeviceMesh",
+                    f"every rank of the mesh must be below the world size {world}",
+                    "Start as many processes as the mesh has ranks (torchrun --nproc-per-node), or"
+                    " make a smaller mesh",
+                    mesh_shape=mesh.shape,
+                    world_size=world,
+                )
+            )
 
     def rank(self) -> int:
         """Give this process's global rank."""
         return dist.get_rank()
 
-    def world_size(self) -> int:
-        """Give the number of ranks in the world."""
-        return dist.get_world_size()
+    def make_groups(self, mesh: AbstractMesh) -> list[dist.ProcessGroup]:
+        """Make the groups that do not exist; collective over the world."""
+        return mesh_groups(mesh)
 
-    def prepare(self, mesh: AbstractMesh) -> TorchMesh:
-        """Make torch's mesh, and the groups that it lacks; collective over the world."""
-        handle = _torch_mesh(mesh, mesh_groups(mesh))
-        if isinstance(mesh, DeviceMesh):
-            self._wrapped[id(handle)] = mesh
-        return handle
+    def make_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        """Make the group of some ranks if there is none; collective over them."""
+        return joint_group(ranks, f"mesh_{name}")
 
-    def group(self, handle: TorchMesh, axis: int) -> dist.ProcessGroup:
-        """Give torch's process group of one axis."""
-        return handle.get_group(axis)
+    def group_ranks(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        """List the ranks of a group as torch does, sorted."""
+        return tuple(dist.get_process_group_ranks(group))
 
-    def slice_handle(self, handle: TorchMesh, names: tuple[str, ...]) -> TorchMesh:
-        """Give torch's submesh, with the axes in any order; makes no group."""
-        own = handle.mesh_dim_names or ()
-        axes = [own.index(name) for name in names]
-        try:
-            return handle[names]
-        except KeyError:  # torch slices in ascending order only, and not every axis of size 1
-            ranks = _slice(handle, axes)
-            groups = [handle.get_group(axis) for axis in axes]
-            return TorchMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
-
-    def flatten_handle(self, mesh: DeviceMesh, name: str) -> TorchMesh:
-        """Give a 1-axis torch mesh over all ranks of `mesh`; collective over those ranks."""
-        one = mesh.ndim == 1
-        group = mesh.handle.get_group(0) if one else joint_group(mesh.ranks, f"mesh_{name}")
-        ranks = mesh.handle.mesh.flatten()
-        return TorchMesh.from_group([group], self.device_type, ranks, mesh_dim_names=(name,))
-
-    def adopt_groups(
-        self,
-        group: Any,
-        device_type: str,
-        mesh: Any,
-        mesh_dim_names: tuple[str, ...] | None,
-    ) -> tuple[AbstractMesh, TorchMesh]:
-        """Describe process groups that exist already as a mesh and torch's mesh on them."""
-        groups = list(group) if isinstance(group, (list, tuple)) else [group]
-        if mesh is None and len(groups) == 1:
-            mesh = dist.get_process_group_ranks(groups[0])
-        if mesh is None:
-            text = "mesh must be given for several groups"
-            raise LayoutError(
-                describe("from_group", text, "Pass the ranks, one axis per group", mesh=mesh)
-            )
-        shape, ranks = nested_ranks(mesh)
-        abstract = AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=mesh_dim_names)
-        _check_groups(abstract, groups)
-        handle = TorchMesh.from_group(
-            groups, device_type, _index_tensor(abstract), mesh_dim_names=abstract.axis_names
-        )
-        return abstract, handle
-
-    def wrap_mesh(self, mesh: TorchMesh) -> DeviceMesh:
-        """Give our mesh on the groups of a torch mesh; the same one while it is in use."""
-        found = self._wrapped.get(id(mesh))
-        if found is None:
-            shape, ranks = nested_ranks(mesh.mesh)
-            names = mesh.mesh_dim_names
-            abstract = AbstractMesh(mesh.device_type, shape, ranks=ranks, mesh_dim_names=names)
-            found = DeviceMesh.attached(abstract, self, mesh)
-            self._wrapped[id(mesh)] = found
-        return found
-
-    def communicator(self, mesh: AbstractMesh, handle: TorchMesh, axis: int) -> TorchCommunicator:
-        """Give the collectives of one axis for this rank."""
-        ranks = mesh.group_ranks(axis, rank=dist.get_rank())
-        return self._communicator(handle.get_group(axis), ranks)
-
-    def joint_communicator(self, mesh: Any, axes: tuple[int, ...]) -> TorchCommunicator:
-        """Make the group of several axes for this rank; collective over its ranks."""
-        ranks = mesh.submesh_ranks(axes, rank=dist.get_rank())
-        name = "_".join(mesh.axis_names[axis] for axis in axes)
-        return self._communicator(joint_group(ranks, f"mesh_{name}"), ranks)
-
-    def union_communicator(self, ranks: tuple[int, ...]) -> TorchCommunicator:
-        """Make a group of any ranks; collective over them."""
-        return self._communicator(joint_group(ranks, "union"), ranks)
-
-    def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> TorchCommunicator:
+    def communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> TorchCommunicator:
+        """Give the collectives of a group for this rank."""
         return TorchCommunicator(
             group,
             ranks,
@@ -176,9 +122,28 @@ class TorchBackend:
             uneven=self.capabilities.uneven_gather,
         )
 
+    def framework_mesh(self, mesh: DeviceMesh) -> TorchMesh:
+        """Give torch's mesh on the groups of ours: of a slice torch's slice, where it has one."""
+        made = _slice(mesh) or _torch_mesh(mesh)
+        self._wrapped[id(made)] = mesh
+        return made
+
+    def wrap_mesh(self, mesh: TorchMesh) -> DeviceMesh:
+        """Give our mesh on the groups of a torch mesh; the same one while it is in use."""
+        found = self._wrapped.get(id(mesh))
+        if found is None:
+            shape, ranks = nested_ranks(mesh.mesh)
+            names = mesh.mesh_dim_names
+            abstract = AbstractMesh(mesh.device_type, shape, ranks=ranks, mesh_dim_names=names)
+            groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
+            found = DeviceMesh.attached(abstract, self, groups)
+            found.handle = mesh
+            self._wrapped[id(mesh)] = found
+        return found
+
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:
         """Give the mesh's ranks as an int32 CPU tensor, as torch's `mesh.mesh`."""
-        return _index_tensor(mesh)
+        return torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").reshape(mesh.shape)
 
     def device(self) -> torch.device:
         """Give the device that this rank's tensors live on."""
@@ -188,22 +153,21 @@ class TorchBackend:
         return torch.device(self.device_type, module.current_device())
 
 
-def _index_tensor(mesh: AbstractMesh) -> torch.Tensor:
-    return torch.tensor(nest_ranks(mesh.ranks, mesh.shape), dtype=torch.int, device="cpu")
+def _slice(mesh: DeviceMesh) -> TorchMesh | None:
+    """Give torch's slice of the mesh's parent; torch has it in the parent's order of axes only."""
+    names = mesh.mesh_dim_names
+    if mesh.parent is None or names is None:
+        return None
+    try:
+        found = mesh.parent.handle[names]
+    except (KeyError, RuntimeError):
+        return None
+    return found if tuple(found.mesh.flatten().tolist()) == mesh.ranks else None
 
 
-def _slice(handle: TorchMesh, axes: Sequence[int]) -> torch.Tensor:
-    """Give the ranks over `axes`, in that order, at this rank's place on the other axes."""
-    place = handle.get_coordinate()
-    assert place is not None
-    other = [axis for axis in range(handle.ndim) if axis not in axes]
-    ranks = handle.mesh.permute(*other, *axes)
-    return ranks[tuple(place[axis] for axis in other)].contiguous()
-
-
-def _torch_mesh(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> TorchMesh:
+def _torch_mesh(mesh: DeviceMesh) -> TorchMesh:
     """Make torch's mesh on groups that exist; outside the mesh there are none."""
-    ranks, names = _index_tensor(mesh), mesh.mesh_dim_names
+    ranks, groups, names = mesh.mesh, mesh.groups, mesh.mesh_dim_names
     if not groups:
         return TorchMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
     if mesh.ndim == 1 and list(mesh.ranks) == dist.get_process_group_ranks(groups[0]):
@@ -212,18 +176,3 @@ def _torch_mesh(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> Torc
     return TorchMesh.from_group(
         list(groups), mesh.device_type, ranks, mesh_dim_names=mesh.axis_names
     )
-
-
-def _check_groups(mesh: AbstractMesh, groups: Sequence[dist.ProcessGroup]) -> None:
-    rank = dist.get_rank()
-    found = [sorted(dist.get_process_group_ranks(group)) for group in groups]
-    wanted = [sorted(mesh.group_ranks(axis, rank=rank)) for axis in range(mesh.ndim)]
-    if found != wanted:
-        raise LayoutError(
-            describe(
-                "from_group",
-                f"mesh must list the ranks of each group along its axis ({found})",
-                "Pass one axis per group, in the same order",
-                mesh=nest_ranks(mesh.ranks, mesh.shape),
-            )
-        )

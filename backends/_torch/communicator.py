@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.backends._torch.compat import all_gather_single, reduce_scatter_single
 from hyper_parallel.backends._torch.dtypes import DtypeSupport
 from hyper_parallel.backends._torch.faults import Faults
 from hyper_parallel.backends._torch.refusals import (
@@ -38,6 +37,10 @@ __all__ = ["TorchCommunicator"]
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 _all_reduce = dist.all_reduce
+# 2.13 renamed both and deprecates the old names; the arguments stayed.
+_is_new = hasattr(dist, "all_gather_single")
+_all_gather = dist.all_gather_single if _is_new else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if _is_new else dist.reduce_scatter_tensor
 
 
 def _named(method: F) -> F:
@@ -69,8 +72,8 @@ class TorchCommunicator:
     """
 
     __slots__ = (
-        "_device_type", "_dtypes", "_faults", "_from_group", "_ints_device", "_moves", "_native",
-        "_on_cpu", "_permuted", "_to_group", "_uneven", "group", "rank", "ranks", "size",
+        "_device_type", "_faults", "_from_group", "_ints_device", "_moves", "_native", "_on_cpu",
+        "_permuted", "_to_group", "_uneven", "_wide", "group", "rank", "ranks", "size",
     )  # fmt: skip
 
     def __init__(
@@ -92,8 +95,8 @@ class TorchCommunicator:
         self._permuted = list(self.ranks) != in_group
         self._device_type = device_type
         self._on_cpu = device_type == "cpu"
-        self._dtypes = dtypes
         self._native = dtypes.native
+        self._wide = dtypes.wide
         self._moves = dtypes.moves
         self._uneven = uneven
         # A group that also serves CPU tensors exchanges host integers without the device.
@@ -129,7 +132,7 @@ class TorchCommunicator:
         if self._permuted:
             x = _blocks(x, rows, self._from_group)
         try:
-            work = reduce_scatter_single(out, x, native, self.group, async_op or self._on_cpu)
+            work = _reduce_scatter(out, x, native, self.group, async_op or self._on_cpu)
             if async_op:
                 return TorchWork(self._faults, "reduce_scatter", given, work, out)
             return self._end(work, out)
@@ -149,7 +152,7 @@ class TorchCommunicator:
         out = x.new_empty(shape)
         given = {"x": x}
         try:
-            work = all_gather_single(out, x, self.group, async_op or self._on_cpu)
+            work = _all_gather(out, x, self.group, async_op or self._on_cpu)
             if async_op:
                 result = TorchWork(self._faults, "all_gather", given, work, out)
             else:
@@ -250,7 +253,7 @@ class TorchCommunicator:
         count = len(values)
         mine = torch.tensor(list(values), dtype=torch.int64, device=self._ints_device)
         every = torch.empty(count * self.size, dtype=torch.int64, device=self._ints_device)
-        work = all_gather_single(every, mine, self.group, every.is_cpu)
+        work = _all_gather(every, mine, self.group, every.is_cpu)
         self._end(work, every)
         flat = every.tolist()
         return [tuple(flat[g * count : (g + 1) * count]) for g in self._to_group]
@@ -272,9 +275,9 @@ class TorchCommunicator:
         reduce = getattr(self, name)
         if x.is_complex() and op in ("sum", "avg"):
             return then(reduce(torch.view_as_real(x), op=op, **how), torch.view_as_complex)
-        widened = self._dtypes.widened(op, x.dtype)
+        widened = self._wide.get((op, x.dtype))
         if widened is None:
-            raise cannot_reduce(name, x.dtype, op, self._device_type, is_complex=x.is_complex())
+            raise cannot_reduce(name, x.dtype, op, self._device_type)
         wide_op, dtype = widened
         return then(reduce(x.to(dtype), op=wide_op, **how), lambda out: out.to(x.dtype))
 
@@ -296,7 +299,7 @@ class TorchCommunicator:
 
     def explain(self, name: str, given: Mapping[str, Any], error: Exception) -> BackendError:
         """Give the error of a wrong call, or of one that started and did not complete."""
-        wrong = refused(name, given, self.size, rank=self.rank, device_type=self._device_type)
+        wrong = refused(name, given, self, self._device_type)
         return wrong or self._faults.failed(name, given, error)
 
     def _end(self, work: Any, out: Tensor) -> Tensor:

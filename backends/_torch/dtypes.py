@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from hyper_parallel.core.placement import REDUCE_OPS
+
 __all__ = ["COMPLEX", "FLOATS", "INTS", "UNSIGNED", "DtypeSupport", "name_of"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -19,13 +21,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 INTS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
-_OPS: dict[str, Any] = {
-    "sum": ReduceOp.SUM,
-    "avg": ReduceOp.AVG,
-    "product": ReduceOp.PRODUCT,
-    "max": ReduceOp.MAX,
-    "min": ReduceOp.MIN,
-}
+_OPS: dict[str, Any] = {op: getattr(ReduceOp, op.upper()) for op in REDUCE_OPS}
 _LINEAR = ("sum", "avg")
 _ON_BOOLS = {"sum": "max", "product": "min"}
 
@@ -49,36 +45,34 @@ class DtypeSupport:
         widens_product: Mapping[torch.dtype, torch.dtype] | None = None,
     ) -> None:
         self.moves = frozenset(moves)
-        self._widens = dict(widens)
-        self._widens_product = dict(widens_product or {})
+        # The op and dtype that compute what the library cannot.
+        self.wide = {
+            (op, dtype): (_on(dtype, op), wide)
+            for op in _OPS.keys() - {"avg"}
+            for dtype, wide in {
+                **widens, **((widens_product or {}) if op == "product" else {})
+            }.items()
+        }  # fmt: skip
         self.native = {
-            (op, dtype): _OPS[_ON_BOOLS.get(op, op) if dtype == torch.bool else op]
+            (op, dtype): _OPS[_on(dtype, op)]
             for dtype in reduces
             for op in _OPS
-            if not (op == "avg" and dtype not in FLOATS)
-            and not (op == "product" and dtype in self._widens_product)
+            if (op, dtype) not in self.wide and (op != "avg" or dtype in FLOATS)
         }
 
     def answers(self) -> dict[str, Any]:
         """Give `reduces`, `widens` and `moves` of Capabilities."""
-        dtypes = {dtype for _, dtype in self.native} | {*self._widens, *self._widens_product}
-        wide = {(op, dtype) for op in _OPS for dtype in dtypes if self.widened(op, dtype)}
-        parts = {c: c.to_real() for c in COMPLEX}  # summed as pairs of real numbers
-        wide |= {(op, c) for c, r in parts.items() for op in _LINEAR if (op, r) in self.native}
+        parts = {(op, c) for c in COMPLEX for op in _LINEAR if (op, c.to_real()) in self.native}
         return {
             "reduces": frozenset((op, name_of(dtype)) for op, dtype in self.native),
-            "widens": frozenset((op, name_of(d)) for op, d in wide if (op, d) not in self.native),
+            # Complex numbers are summed as pairs of real ones.
+            "widens": frozenset((op, name_of(dtype)) for op, dtype in {*self.wide, *parts}),
             "moves": frozenset(map(name_of, self.moves)),
         }
 
-    def widened(self, op: str, dtype: torch.dtype) -> tuple[str, torch.dtype] | None:
-        """Give the op and dtype that compute what the library cannot, or None: refuse."""
-        wide = self._widens.get(dtype)
-        if op == "product":
-            wide = self._widens_product.get(dtype, wide)
-        if wide is None or op not in _OPS or op == "avg":
-            return None
-        return (_ON_BOOLS.get(op, op) if dtype == torch.bool else op), wide
+
+def _on(dtype: torch.dtype, op: str) -> str:
+    return _ON_BOOLS.get(op, op) if dtype == torch.bool else op
 
 
 def name_of(dtype: torch.dtype) -> str:

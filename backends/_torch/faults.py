@@ -61,14 +61,7 @@ class Faults:
         self._rank = rank
 
     def wait(self, work: Any) -> None:
-        """Wait on the host for a collective of CPU tensors; see [Note: roll call].
-
-        Args:
-            work: torch's handle.
-
-        Raises:
-            RuntimeError: torch's, or another rank gave the collective up.
-        """
+        """Wait on the host for a collective of CPU tensors; see [Note: roll call]."""
         while True:
             try:
                 work.wait(LOOK_EVERY)
@@ -80,16 +73,7 @@ class Faults:
                     raise RuntimeError("another rank gave this collective up") from error
 
     def failed(self, name: str, given: Mapping[str, Any], error: Exception) -> BackendError:
-        """Give the error of a collective that started and did not complete.
-
-        Args:
-            name: the collective's method.
-            given: its arguments by name.
-            error: what torch raised.
-
-        Returns:
-            The error; after a roll call if a peer or a link was lost.
-        """
+        """Give the error of a collective that did not complete; if a peer was lost, who it was."""
         call = announced() or Call.to(name, given)
         said = Said.here(call)
         lost = any(text in str(error) for text in _LOST)
@@ -122,11 +106,11 @@ class Faults:
             return (0,), "Look for the first error of rank 0: it left, and its store with it"
         missing = tuple(rank for rank in self._ranks if rank not in heard)
         if missing:
-            names = ", ".join(map(str, missing))
-            rest = "it left, or did not come to this call" if len(missing) == 1 else "they left, or"
-            rest = rest if len(missing) == 1 else f"{rest} did not come to this call"
-            word = "rank" if len(missing) == 1 else "ranks"
-            return missing, f"Look for the first error of {word} {names}: {rest}"
+            word, they = ("rank", "it") if len(missing) == 1 else ("ranks", "they")
+            who = (
+                f"{word} {', '.join(map(str, missing))}: {they} left, or did not come to this call"
+            )
+            return missing, f"Look for the first error of {who}"
         times = sorted((at, rank) for rank, (at, _) in heard.items())
         last, after = times[-1][1], times[-1][0] - times[0][0]
         return (), (

@@ -29,6 +29,7 @@ class FusedKernel:
 
     Args:
         kind: see [Note: fused kinds].
+        op: the library's function.
         communicator: a TorchCommunicator, or a checked one around it.
     """
 
@@ -36,19 +37,18 @@ class FusedKernel:
     device_type: str
     dtypes: tuple[torch.dtype, ...]
 
-    def __init__(self, kind: str, communicator: Any) -> None:
+    def __init__(self, kind: str, op: Any, communicator: Any) -> None:
         # In checked mode this is the one that compares calls; it holds the torch one.
-        self.kind, self._communicator = kind, communicator
-        self.op = self.op_named(self.ops[kind])
+        self.kind, self.op, self._communicator = kind, op, communicator
         self._torchs: Any = getattr(communicator, "inner", communicator)
         self.ranks: tuple[int, ...] = self._torchs.ranks
         self.group: dist.ProcessGroup = self._torchs.group
 
     @classmethod
-    def find(cls, kind: str, communicator: Any) -> Any:
+    def find(cls, kind: str, communicator: Any) -> FusedKernel | None:
         """Give the kernel of a kind, None where what is installed has none."""
-        found = cls(kind, communicator)
-        return None if found.op is None else found
+        op = cls.op_named(cls.ops[kind]) if kind in cls.ops else None
+        return None if op is None else cls(kind, op, communicator)
 
     @staticmethod
     def op_named(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.runtime.refusals import cannot_scale, no_identity
+from hyper_parallel.runtime.refusals import identity_value, scaled_integers
 
 __all__ = ["TorchOps"]
 
@@ -57,11 +57,8 @@ class TorchOps:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def identity(self, shape: Sequence[int], op: str, like: torch.Tensor) -> torch.Tensor:
-        """Make a tensor of the reduction's identity, with the dtype and device of `like`.
-
-        "sum" and "avg" have 0, "product" 1, "max" the lowest value and "min" the highest.
-        """
-        value = _identity_value(op, like.dtype)
+        """Make a tensor of the reduction's identity, with the dtype and device of `like`."""
+        value = identity_value(op, like.dtype, _limits(like.dtype))
         return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
 
     def scale(self, x: torch.Tensor, factor: float, *, divide: bool = False) -> torch.Tensor:
@@ -73,34 +70,19 @@ class TorchOps:
         x = self.plain(x)
         if x.is_floating_point() or x.is_complex():
             return x.div(factor) if divide else x.mul(factor)
-        return _scale_ints(x, factor, divide)
+        return scaled_integers(x, factor, divide)
 
     def copy_into(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Write `src` into the view `dst` of the same shape."""
         TorchOps.plain(self, dst).copy_(self.plain(src))
 
 
-def _identity_value(op: str, dtype: torch.dtype) -> Any:
-    if op in ("sum", "avg"):
-        return 0
-    if op == "product":
-        return 1
-    if op not in ("max", "min") or dtype.is_complex:
-        raise no_identity(op, dtype)
-    lowest = op == "max"
+def _limits(dtype: torch.dtype) -> tuple[Any, Any] | None:
+    if dtype.is_complex:
+        return None
     if dtype == torch.bool:
-        return not lowest
+        return False, True
     if dtype.is_floating_point and dtype.itemsize > 1:  # some float8 have no infinity
-        return float("-inf") if lowest else float("inf")
+        return float("-inf"), float("inf")
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return limits.min if lowest else limits.max
-
-
-def _scale_ints(x: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
-    whole = int(factor)
-    exact = x.dtype != torch.bool and whole == factor
-    if exact and divide:
-        exact = whole != 0 and not bool(torch.any(x.remainder(whole)))
-    if not exact:
-        raise cannot_scale(x.dtype, factor, divide)
-    return x.div(whole, rounding_mode="floor") if divide else x.mul(whole)
+    return limits.min, limits.max

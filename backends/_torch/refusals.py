@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the torch communicator: what it refuses before a collective starts."""
+"""Errors of torch communicators: what they refuse before a collective starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.runtime.interface import Communicator
 
-__all__ = ["no_uneven", "refused", "wrong_pieces", "wrong_rows", "wrong_sizes", "wrong_tensor"]
+__all__ = ["no_uneven", "refused", "wrong_pieces", "wrong_rows", "wrong_tensor"]
 
 
 def wrong_tensor(where: str, x: torch.Tensor, device_type: str) -> BackendError | None:
@@ -43,38 +44,39 @@ def wrong_rows(where: str, x: torch.Tensor, size: int) -> BackendError:
     return BackendError(text)
 
 
-def wrong_sizes(
-    where: str, sizes: Sequence[int], size: int, *, rank: int, rows: int | None
-) -> BackendError:
-    """Give the error of sizes that are not one a rank, or do not add up to x."""
-    text = describe(
-        where,
-        f"there must be one size for each of the {size} ranks, adding up to x",
-        "Give dim 0 that many entries",
-        sizes=tuple(sizes),
-        rank=rank,
-        x_rows=rows,
-    )
-    return BackendError(text)
-
-
 def refused(
-    where: str, given: Mapping[str, Any], size: int, *, rank: int, device_type: str
+    where: str, given: Mapping[str, Any], communicator: Communicator, device_type: str
 ) -> BackendError | None:
-    """Say what was wrong with the arguments of a call that torch refused before it sent anything.
+    """Say what is wrong with the arguments of a call, or None.
 
-    Only looked for then: a right call need not pay for it.
+    Of a call over a real library only looked for once torch refused it, before it sent anything: a
+    right call need not pay for it.
     """
-    x = given.get("x")
+    x, size, rank = given.get("x", given.get("out")), communicator.size, communicator.rank
     if x is None:
         return None
-    if x.ndim == 0 and where not in ("all_reduce", "broadcast"):
-        return wrong_tensor(where, x, device_type) or wrong_rows(where, x, 0)
-    sent = given.get("send_sizes", given.get("sizes"))
-    if sent is not None:
-        own = sent[rank : rank + 1] if where == "all_gather_v" else sent
-        if len(sent) != size or min(sent) < 0 or sum(own) != x.shape[0]:
-            return wrong_sizes(where, sent, size, rank=rank, rows=x.shape[0])
+    no_rows = x.ndim == 0 and where not in ("all_reduce", "broadcast", "scatter")
+    if no_rows or (where == "reduce_scatter" and x.shape[0] % size):
+        return wrong_tensor(where, x, device_type) or wrong_rows(where, x, size)
+    for name in ("sizes", "send_sizes", "recv_sizes"):
+        if name not in given:
+            continue
+        sizes = given[name]
+        own = sizes[rank : rank + 1] if where == "all_gather_v" else sizes
+        adds_up = name == "recv_sizes" or sum(own) == x.shape[0]
+        if len(sizes) != size or min(sizes) < 0 or not adds_up:
+            text = describe(
+                where,
+                f"there must be one size for each of the {size} ranks, adding up to x",
+                "Give dim 0 that many entries",
+                sizes=tuple(sizes),
+                rank=rank,
+                x_rows=x.shape[0],
+            )
+            return BackendError(text)
+    if not 0 <= given.get("src", 0) < size:
+        must = f"src must be an index into the group {communicator.ranks}"
+        return BackendError(describe(where, must, "Pass one", src=given["src"]))
     return wrong_tensor(where, x, device_type)
 
 

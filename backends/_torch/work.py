@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TorchWork: a torch collective in flight, with the local steps that finish its result."""
+"""TorchWork: a torch collective in flight."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.backends._torch.faults import Faults
+from hyper_parallel.runtime.interface import Work
+from hyper_parallel.runtime.program import Rest
 
 __all__ = ["TorchWork", "then"]
 
@@ -26,7 +28,7 @@ class TorchWork:
         result: the tensor it fills.
     """
 
-    __slots__ = ("_faults", "_finish", "_given", "_name", "_result", "_work")
+    __slots__ = ("_faults", "_given", "_name", "_result", "_work")
 
     def __init__(
         self, faults: Faults, name: str, given: dict[str, Any], work: Any, result: torch.Tensor
@@ -36,7 +38,6 @@ class TorchWork:
         self._given = given
         self._work = work
         self._result = result
-        self._finish: Finish | None = None
 
     def wait(self) -> torch.Tensor:
         """Wait (accelerators: order the current stream after it), then give the result."""
@@ -50,17 +51,9 @@ class TorchWork:
                 raise self._faults.failed(self._name, self._given, error) from error
             self._work = None
             self._given = {}
-            if self._finish is not None:
-                self._result = self._finish(self._result)
         return self._result
 
-    def then(self, finish: Finish) -> TorchWork:
-        """Pass the result through one more local step when it is waited for."""
-        before = self._finish
-        self._finish = finish if before is None else lambda result: finish(before(result))
-        return self
 
-
-def then(result: torch.Tensor | TorchWork, finish: Finish) -> torch.Tensor | TorchWork:
+def then(result: torch.Tensor | Work, finish: Finish) -> torch.Tensor | Work:
     """Finish a result now, or once it has been waited for."""
-    return result.then(finish) if isinstance(result, TorchWork) else finish(result)
+    return finish(result) if isinstance(result, torch.Tensor) else Rest(result, finish)

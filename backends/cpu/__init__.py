@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 from hyper_parallel.backends._torch.backend import TorchBackend
-from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, DtypeSupport
 from hyper_parallel.runtime.interface import Capabilities
 
 __all__ = ["CpuBackend"]
@@ -19,12 +17,7 @@ class CpuBackend(TorchBackend):
     name = "cpu"
     device_type = "cpu"
     library = "gloo"
-    dtypes = DtypeSupport(
-        moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
-        reduces=(*FLOATS, *INTS, torch.bool),
-        widens={torch.int16: torch.int32},
-    )
-    capabilities = Capabilities(**dtypes.answers())
+    capabilities = Capabilities(**TorchBackend.dtypes.answers())
 
     def _missing(self) -> str | None:
         if not dist.is_gloo_available():

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.backends._torch.backend import TorchBackend
-from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, DtypeSupport
 from hyper_parallel.backends.cuda.symmetric import SymmetricMatmul
-from hyper_parallel.runtime.interface import Capabilities, Communicator
+from hyper_parallel.runtime.interface import Capabilities
 
 __all__ = ["CudaBackend"]
 
@@ -22,21 +21,12 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     device_type = "cuda"
     library = "nccl"
-    dtypes = DtypeSupport(
-        moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
-        reduces=(*FLOATS, *INTS, torch.bool),
-        widens={torch.int16: torch.int32},
-    )
     capabilities = Capabilities(
         uneven_gather=True,
         native_avg=True,
-        fuses=frozenset(SymmetricMatmul.ops),
-        **dtypes.answers(),
+        fused=SymmetricMatmul.find,
+        **TorchBackend.dtypes.answers(),
     )
-
-    def fused(self, kind: str, communicator: Communicator) -> SymmetricMatmul | None:
-        """Give torch's kernel over symmetric memory, where this torch has one of the kind."""
-        return SymmetricMatmul.find(kind, communicator)
 
     def _libraries(self) -> dict[str, str]:
         nccl = importlib.import_module("torch.cuda.nccl").version()

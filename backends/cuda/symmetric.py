@@ -19,6 +19,7 @@ import torch
 
 from hyper_parallel.backends._torch.dtypes import FLOATS
 from hyper_parallel.backends._torch.fused import FusedKernel
+from hyper_parallel.runtime.interface import ALL_GATHER, REDUCE_SCATTER
 
 __all__ = ["SymmetricMatmul"]
 
@@ -27,8 +28,8 @@ class SymmetricMatmul(FusedKernel):
     """`torch.ops.symm_mem.fused_*`, by kind."""
 
     ops: ClassVar[Mapping[str, str]] = {
-        "all_gather_matmul": "fused_all_gather_matmul",
-        "matmul_reduce_scatter": "fused_matmul_reduce_scatter",
+        ALL_GATHER: "fused_all_gather_matmul",
+        REDUCE_SCATTER: "fused_matmul_reduce_scatter",
     }
     device_type = "cuda"
     dtypes = FLOATS
@@ -44,7 +45,7 @@ class SymmetricMatmul(FusedKernel):
 
     def run(self, x: torch.Tensor, w: torch.Tensor) -> Any:
         """Run the op on rows of dim 0."""
-        if self.kind == "matmul_reduce_scatter":
+        if self.kind == REDUCE_SCATTER:
             return self.op(x, w, "sum", 0, self.group.group_name)
         gathered, (product,) = self.op(x, [w], 0, self.group.group_name, return_A=True)
         return product, gathered

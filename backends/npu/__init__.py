@@ -13,7 +13,7 @@ from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, UNSIGNE
 from hyper_parallel.backends.npu.formats import NpuOps
 from hyper_parallel.backends.npu.mc2 import Mc2Matmul
 from hyper_parallel.backends.npu.presence import why_no_torch_npu
-from hyper_parallel.runtime.interface import Capabilities, Communicator
+from hyper_parallel.runtime.interface import Capabilities
 
 __all__ = ["NpuBackend"]
 
@@ -38,11 +38,7 @@ class NpuBackend(TorchBackend):
         widens={torch.bool: torch.int32, torch.uint8: torch.int32},
         widens_product={torch.int16: torch.int32, torch.bfloat16: torch.float32},
     )
-    capabilities = Capabilities(fuses=frozenset(Mc2Matmul.ops), **dtypes.answers())
-
-    def fused(self, kind: str, communicator: Communicator) -> Mc2Matmul | None:
-        """Give the MC2 kernel of a kind, where this torch_npu has it."""
-        return Mc2Matmul.find(kind, communicator)
+    capabilities = Capabilities(fused=Mc2Matmul.find, **dtypes.answers())
 
     def _libraries(self) -> dict[str, str]:
         return {"torch_npu": importlib.import_module("torch_npu").__version__}

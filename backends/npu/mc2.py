@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hyper_parallel.backends._torch.fused import FusedKernel, verdicts
 from hyper_parallel.backends.npu.formats import NpuOps
+from hyper_parallel.runtime.interface import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 __all__ = ["Mc2Matmul"]
 # Documented up to 32 on some chips; fewer until a device has shown more.
@@ -30,9 +31,9 @@ class Mc2Matmul(FusedKernel):
     """`torch_npu.npu_*_base*`, by kind."""
 
     ops: ClassVar[Mapping[str, str]] = {
-        "all_gather_matmul": "npu_all_gather_base_mm",
-        "matmul_reduce_scatter": "npu_mm_reduce_scatter_base",
-        "matmul_all_reduce": "npu_mm_all_reduce_base",
+        ALL_GATHER: "npu_all_gather_base_mm",
+        REDUCE_SCATTER: "npu_mm_reduce_scatter_base",
+        ALL_REDUCE: "npu_mm_all_reduce_base",
     }
     device_type = "npu"
     dtypes = (torch.float16, torch.bfloat16)
@@ -51,7 +52,7 @@ class Mc2Matmul(FusedKernel):
             return f"MC2 multiplies over {first} to {last} entries, not {x.shape[1]}"
         if _ops.is_private(x) or _ops.is_private(w):
             return "MC2 is used with tensors in the plain memory format"
-        if self.kind == "matmul_all_reduce":
+        if self.kind == ALL_REDUCE:
             name = torch.get_device_module("npu").get_device_name()
             if not name.startswith(_ALL_REDUCE_CHIP):
                 return f"MC2 has this kind on {_ALL_REDUCE_CHIP} only, not on {name}"
@@ -69,8 +70,8 @@ class Mc2Matmul(FusedKernel):
         """Run the op on the group's HCCL communicator, which the first call makes."""
         backend: Any = self.group._get_backend(torch.device("npu"))
         comm = backend.get_hccl_comm_name(dist.get_rank())
-        if self.kind == "matmul_all_reduce":
+        if self.kind == ALL_REDUCE:
             return self.op(x, w, comm, reduce_op="sum")
-        if self.kind == "matmul_reduce_scatter":
+        if self.kind == REDUCE_SCATTER:
             return self.op(x, w, comm, len(self.ranks), reduce_op="sum")
         return self.op(x, w, comm, len(self.ranks), gather_index=0, gather_output=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NoReturn
 
 import numpy as np
@@ -59,15 +58,12 @@ class NumpyBackend:
             )
         )
 
-    def world_size(self) -> int:
-        """Give a number of ranks that no mesh exceeds."""
-        return sys.maxsize
+    def make_groups(self, mesh: AbstractMesh) -> tuple[()]:
+        """Make none."""
+        return ()
 
-    def prepare(self, mesh: AbstractMesh) -> None:
-        """Make nothing."""
-
-    def flatten_handle(self, mesh: Any, name: str) -> None:
-        """Make nothing."""
+    def framework_mesh(self, mesh: Any) -> None:
+        """Give none: NumPy has no meshes."""
 
     def index_array(self, mesh: AbstractMesh) -> Array:
         """Give the mesh's ranks as an int array of its shape."""
@@ -80,5 +76,4 @@ class NumpyBackend:
     def _no_group(self, *_: Any) -> NoReturn:
         self.rank()
 
-    group = slice_handle = adopt_groups = wrap_mesh = _no_group
-    communicator = joint_communicator = union_communicator = _no_group
+    make_group = group_ranks = communicator = wrap_mesh = _no_group

@@ -21,9 +21,9 @@ from hyper_parallel.backends.numpy.stacks import (
 )
 from hyper_parallel.core.collective import Step
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.placement import Partial
 from hyper_parallel.core.plan import Plan, plan
 from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.runtime.executor import pending_op
 from hyper_parallel.runtime.refusals import integer_average
 
 __all__ = ["distribute", "execute", "gather", "redistribute"]
@@ -177,7 +177,7 @@ def _move(stack: Array, step: Step) -> Array:
 def _reduce(stack: Array, step: Step) -> Array:
     """Reduce over the step's axes in group order, in the arrays' dtype."""
     sizes = [step.src.mesh.shape[axis] for axis in step.axes]
-    op = _op(step.src, step.axes[0])
+    op = pending_op(step.src, step.axes[0])
     add = reduction(step.kind, op, stack.dtype)
     shape = list(stack.shape)
     for axis, size in zip(step.axes, sizes, strict=True):
@@ -201,7 +201,7 @@ def _reduce_scatter(stack: Array, step: Step) -> Array:
 def _fill(stack: Array, step: Step) -> Array:
     """Turn R or a cut into a pending reduction: the own share, the identity elsewhere."""
     (axis,) = step.axes
-    op, size, num_axes = _op(step.dst, axis), step.src.mesh.shape[axis], step.src.mesh.ndim
+    op, size, num_axes = pending_op(step.dst, axis), step.src.mesh.shape[axis], step.src.mesh.ndim
     if step.src.placements[axis].cut_dim is None:
         if op in ("avg", "max", "min"):
             return stack.copy()
@@ -220,13 +220,7 @@ def _fill(stack: Array, step: Step) -> Array:
 
 def _scale(stack: Array, step: Step) -> Array:
     (axis,) = step.axes
-    return _OPS.scale(stack, step.src.mesh.shape[axis], divide=_op(step.dst, axis) == "sum")
-
-
-def _op(layout: Layout, axis: int) -> str:
-    placement = layout.placements[axis]
-    assert isinstance(placement, Partial)
-    return placement.reduce_op
+    return _OPS.scale(stack, step.src.mesh.shape[axis], divide=pending_op(step.dst, axis) == "sum")
 
 
 _STEPS: dict[str, Callable[[Array, Step], Array]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.runtime.refusals import cannot_reduce, cannot_scale, no_identity
+from hyper_parallel.runtime.refusals import cannot_reduce, identity_value, scaled_integers
 
 __all__ = ["Array", "NumpyOps", "reduction"]
 
@@ -33,7 +33,7 @@ def reduction(where: str, op: str, dtype: np.dtype[Any]) -> Callable[..., Array]
     averages = op != "avg" or dtype.kind in "fc"
     ordered = op not in ("max", "min") or dtype.kind != "c"
     if op not in _REDUCTIONS or not averages or not ordered:
-        raise cannot_reduce(where, dtype, op, "numpy", is_complex=dtype.kind == "c")
+        raise cannot_reduce(where, dtype, op, "numpy")
     return _REDUCTIONS[op]
 
 
@@ -71,11 +71,10 @@ class NumpyOps:
         return np.empty(tuple(shape), like.dtype)
 
     def identity(self, shape: Sequence[int], op: str, like: Array) -> Array:
-        """Make an array of the reduction's identity, with the dtype of `like`.
-
-        "sum" and "avg" have 0, "product" 1, "max" the lowest value and "min" the highest.
-        """
-        return np.full(tuple(shape), _identity_value(op, like.dtype), like.dtype)
+        """Make an array of the reduction's identity, with the dtype of `like`."""
+        return np.full(
+            tuple(shape), identity_value(op, like.dtype, _limits(like.dtype)), like.dtype
+        )
 
     def scale(self, x: Array, factor: float, *, divide: bool = False) -> Array:
         """Multiply (or divide) into a new array of the same dtype.
@@ -84,30 +83,14 @@ class NumpyOps:
         """
         if x.dtype.kind in "fc":
             return np.asarray(x / factor if divide else x * factor, x.dtype)
-        whole = int(factor)
-        exact = x.dtype.kind != "b" and whole == factor
-        if exact and divide:
-            exact = whole != 0 and not np.any(x % whole)
-        if not exact:
-            raise cannot_scale(x.dtype, factor, divide)
-        return np.asarray(x // whole if divide else x * whole, x.dtype)
+        return np.asarray(scaled_integers(x, factor, divide), x.dtype)
 
     def copy_into(self, dst: Array, src: Array) -> None:
         """Write `src` into the view `dst` of the same shape."""
         np.copyto(dst, src)
 
 
-def _identity_value(op: str, dtype: np.dtype[Any]) -> Any:
-    if op in ("sum", "avg"):
-        return 0
-    if op == "product":
-        return 1
-    if op not in ("max", "min") or dtype.kind == "c":
-        raise no_identity(op, dtype)
-    lowest = op == "max"
-    if dtype.kind == "b":
-        return not lowest
-    if dtype.kind == "f":
-        return -np.inf if lowest else np.inf
-    limits = np.iinfo(dtype)
-    return limits.min if lowest else limits.max
+def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any] | None:
+    if dtype.kind in "cbf":
+        return {"c": None, "b": (False, True), "f": (-np.inf, np.inf)}[dtype.kind]
+    return np.iinfo(dtype).min, np.iinfo(dtype).max

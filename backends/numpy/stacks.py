@@ -25,7 +25,7 @@ from hyper_parallel.backends.numpy.ops import Array
 from hyper_parallel.core.interval import count
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import nest_ranks
-from hyper_parallel.core.nesting import Chain, held_by, sizes_left
+from hyper_parallel.core.nesting import Chain, held_by, least
 from hyper_parallel.errors import LayoutError, describe
 
 __all__ = [
@@ -133,13 +133,8 @@ def _origins(size: int, chain: Chain, strides: Sequence[int], stride: int) -> Ar
 
 def _even_shape(layout: Layout) -> tuple[int, ...] | None:
     """Give the one local shape that all ranks have, or None."""
-    for size, chain in zip(layout.shape, layout.simple_chains, strict=True):
-        sizes = frozenset((size,))
-        for cut in chain:
-            sizes = sizes_left(sizes, cut)
-        if len(sizes) > 1:
-            return None
-    return layout.largest_shape
+    smallest = tuple(map(least, layout.shape, layout.simple_chains))
+    return smallest if smallest == layout.largest_shape else None
 
 
 def from_stack(stack: Array, layout: Layout) -> LocalArrays:

@@ -100,15 +100,7 @@ def _widest(x: Numbers) -> Numbers:
 
 
 def arrays_of(backend: Any, mesh: Any) -> Arrays:
-    """Give the arrays of the framework that a backend's integer array is of.
-
-    Args:
-        backend: the backend.
-        mesh: a mesh of it.
-
-    Returns:
-        The arrays.
-    """
+    """Give the arrays of the framework that a backend's integer array is of."""
     index: Any = backend.index_array(mesh)
     if isinstance(index, np.ndarray):
         return NumpyArrays()

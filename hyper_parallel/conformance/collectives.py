@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here, with_others
+from hyper_parallel.conformance.here import EMULATED, PASS, Check, Here, always, with_others
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.runtime import ArrayOps, Backend, Communicator, DeviceMesh
 from hyper_parallel.runtime.checked import CheckedCommunicator
-from hyper_parallel.runtime.rows import gather_dim
+from hyper_parallel.runtime.rows import gather, scatter
 
 __all__ = ["collective_checks"]
 
@@ -31,12 +31,11 @@ def collective_checks() -> Iterator[Check]:
     """List the checks."""
     for dtype in DTYPES:
         for op in OPS:
-            how = partial(_how_reduced, op, dtype)
-            yield Check("all_reduce", f"{op} {dtype}", partial(_all_reduce, op, dtype), how)
-            run = partial(_reduce_scatter, op, dtype)
-            yield Check("reduce_scatter", f"{op} {dtype}", run, how)
+            how = partial(Here.reduction, op=op, dtype=dtype)
+            for name in ("all_reduce", "reduce_scatter"):
+                yield Check(name, f"{op} {dtype}", partial(_reduced, name, op, dtype), how)
         for name, run in _MOVES.items():
-            yield Check(name, dtype, partial(run, dtype), partial(_how_moved, dtype))
+            yield Check(name, dtype, partial(run, dtype), partial(Here.moving, dtype=dtype))
     for name, run in _UNEVEN.items():
         for dtype in ("float32", "int64", "bfloat16"):
             for case, sizes in _SIZES.items():
@@ -52,64 +51,29 @@ def collective_checks() -> Iterator[Check]:
     for axis in ("row", "column", ("row", "column")):
         yield Check("sub-groups", str(axis), partial(_group, axis))
     for case, call in _WRONG.items():
-        expects = with_others if case in _NEEDS_OTHERS else _always
+        expects = with_others if case in _NEEDS_OTHERS else always
         yield Check("refusals", case, partial(_refused, call), expects)
     yield Check("refusals", "calls that differ, in checked mode", _unlike, with_others)
 
 
-def _absent(dtype: str) -> str:
-    return f"the framework has no {dtype}"
-
-
-def _how_reduced(op: str, dtype: str, here: Here) -> str:
-    return here.reduction(op, dtype) or _absent(dtype)
-
-
-def _how_moved(dtype: str, here: Here) -> str:
-    return here.moving(dtype) or _absent(dtype)
-
-
 def _how_uneven(reduces: bool, dtype: str, here: Here) -> str:
-    how = _how_reduced("sum", dtype, here) if reduces else _how_moved(dtype, here)
+    how = here.reduction("sum", dtype) if reduces else here.moving(dtype)
     return EMULATED if how == PASS and not here.capabilities.uneven_gather else how
 
 
-def _always(here: Here) -> str:
-    return PASS
-
-
-def _waited(result: Any) -> Any:
-    return result.wait()
-
-
-def _tolerance(op: str) -> float:
-    return 0.02 if op == "avg" else 0  # all else is exact in every dtype
-
-
-def _all_reduce(op: str, dtype: str, here: Here) -> None:
-    for shape in ((3, 2), (0, 2)):
-        pieces = [here.data(rank, shape, dtype) for rank in here.comm.ranks]
-        mine = pieces[here.comm.rank]
-        want = here.reduced(pieces, op)
-        got = here.all_reduce(here.arrays.make(mine, dtype), op, dtype)
-        here.same(got, want, dtype, "sync", rtol=_tolerance(op))
-        if op != "avg" or here.capabilities.native_avg:
-            x = here.arrays.make(mine, dtype)
-            got = _waited(here.comm.all_reduce(x, op, async_op=True))
-            here.same(got, want, dtype, "async", rtol=_tolerance(op))
-
-
-def _reduce_scatter(op: str, dtype: str, here: Here) -> None:
+def _reduced(name: str, op: str, dtype: str, here: Here) -> None:
     n, i = here.comm.size, here.comm.rank
-    for rows, rest in ((2, 3), (0, 3), (2, 0)):
-        pieces = [here.data(rank, (n * rows, rest), dtype) for rank in here.comm.ranks]
-        want = here.reduced(pieces, op)[i * rows : (i + 1) * rows]
-        got = here.reduce_scatter(here.arrays.make(pieces[i], dtype), op, dtype)
-        here.same(got, want, dtype, "sync", rtol=_tolerance(op))
+    for shape in ((2 * n, 3), (0, 3), (2 * n, 0)):
+        pieces = [here.data(rank, shape, dtype) for rank in here.comm.ranks]
+        want = here.reduced(pieces, op)
+        want = np.split(want, n)[i] if name == "reduce_scatter" else want
+        rtol = 0.02 if op == "avg" else 0  # all else is exact in every dtype
+        got = here.reduce(name, here.arrays.make(pieces[i], dtype), op, dtype)
+        here.same(got, want, dtype, "sync", rtol=rtol)
         if op != "avg" or here.capabilities.native_avg:
             x = here.arrays.make(pieces[i], dtype)
-            got = _waited(here.comm.reduce_scatter(x, op, async_op=True))
-            here.same(got, want, dtype, "async", rtol=_tolerance(op))
+            got = getattr(here.comm, name)(x, op, async_op=True).wait()
+            here.same(got, want, dtype, "async", rtol=rtol)
 
 
 def _all_gather(dtype: str, here: Here) -> None:
@@ -117,7 +81,7 @@ def _all_gather(dtype: str, here: Here) -> None:
         want = np.concatenate([here.data(rank, shape, dtype) for rank in here.comm.ranks])
         x = here.arrays.make(here.data(here.comm.ranks[here.comm.rank], shape, dtype), dtype)
         here.same(here.comm.all_gather(x), want, dtype, f"sync {shape}")
-        here.same(_waited(here.comm.all_gather(x, async_op=True)), want, dtype, f"async {shape}")
+        here.same(here.comm.all_gather(x, async_op=True).wait(), want, dtype, f"async {shape}")
 
 
 def _all_to_all(dtype: str, here: Here) -> None:
@@ -131,7 +95,7 @@ def _all_to_all(dtype: str, here: Here) -> None:
         got = here.comm.all_to_all_v(here.arrays.make(sent, dtype), counts[i], receive)
         here.same(got, want, dtype, f"sync {counts}")
         x = here.arrays.make(sent, dtype)
-        got = _waited(here.comm.all_to_all_v(x, counts[i], receive, async_op=True))
+        got = here.comm.all_to_all_v(x, counts[i], receive, async_op=True).wait()
         here.same(got, want, dtype, f"async {counts}")
     x = here.arrays.make(
         np.concatenate([here.data(n * i + b, (2,), dtype) for b in range(n)]), dtype
@@ -173,9 +137,10 @@ def _gather_uneven(dtype: str, sizes_of: Callable[[int], list[int]], here: Here)
     sizes = sizes_of(here.comm.size)
     pieces = [here.data(i, (size, 2), dtype) for i, size in enumerate(sizes)]
     x = here.arrays.make(pieces[here.comm.rank], dtype)
-    here.same(gather_dim(here.mesh, 0, x, 0, sizes), np.concatenate(pieces), dtype, f"{sizes}")
+    got = gather(here.mesh, 0, 0, sizes).whole()(x)
+    here.same(got, np.concatenate(pieces), dtype, f"{sizes}")
     if here.capabilities.uneven_gather:
-        got = _waited(here.comm.all_gather_v(x, sizes, async_op=True))
+        got = here.comm.all_gather_v(x, sizes, async_op=True).wait()
         here.same(got, np.concatenate(pieces), dtype, f"async {sizes}")
 
 
@@ -184,10 +149,10 @@ def _scatter_uneven(dtype: str, sizes_of: Callable[[int], list[int]], here: Here
     pieces = [here.data(j, (sum(sizes), 2), dtype) for j in range(len(sizes))]
     want = here.reduced(pieces, "sum")[sum(sizes[:i]) : sum(sizes[: i + 1])]
     x = here.arrays.make(pieces[i], dtype)
-    here.same(here.scattered(x, sizes), want, dtype, f"{sizes}")
+    here.same(scatter(here.mesh, 0, 0, sizes, "sum").whole()(x), want, dtype, f"{sizes}")
     if here.capabilities.uneven_gather:
         x = here.arrays.make(pieces[i], dtype)
-        got = _waited(here.comm.reduce_scatter_v(x, sizes, async_op=True))
+        got = here.comm.reduce_scatter_v(x, sizes, async_op=True).wait()
         here.same(got, want, dtype, f"async {sizes}")
 
 

@@ -86,37 +86,33 @@ class _Processes:
     def results(self, deadline: float) -> list[Any]:
         """Wait for all; end those that are left when one fails."""
         found: dict[int, Any] = {}
-        waiting = dict(self._pipes)
         try:
-            while waiting:
-                ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            while waiting := [pipe for pipe, rank in self._pipes.items() if rank not in found]:
+                ready = wait(waiting, max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise self._failed(min(waiting.values()), "it took too long")
+                    raise self._failed(self._pipes[waiting[0]], "it took too long")
                 for pipe in ready:
-                    self._read(pipe, waiting, found)  # type: ignore[arg-type]
+                    self._read(pipe, found)  # type: ignore[arg-type]
         finally:
             for process in self._processes:
                 process.join(0 if len(found) < len(self._processes) else 5)
                 process.kill()
         return [found[rank] for rank in sorted(found)]
 
-    def _read(
-        self, pipe: Connection, waiting: dict[Connection, int], found: dict[int, Any]
-    ) -> None:
-        rank = waiting[pipe]
+    def _read(self, pipe: Connection, found: dict[int, Any]) -> None:
+        rank = self._pipes[pipe]
         try:
             kind, value = pipe.recv()
         except EOFError:
             self._processes[rank].join(5)
             code = self._processes[rank].exitcode
             raise self._failed(rank, f"the process died with exit code {code}") from None
-        if kind == "at":
-            self._at[rank] = value
-            return
-        del waiting[pipe]
         if kind == "failed":
             raise self._failed(rank, value)
-        found[rank] = value
+        if kind == "at":
+            self._at[rank] = value
+        else:
+            found[rank] = value
 
     def _failed(self, rank: int, why: str) -> BackendError:
         return BackendError(

@@ -16,7 +16,7 @@ from hyper_parallel.dtensor.pending import pending, without_torch_function
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.executor import program
-from hyper_parallel.runtime.rows import gather_dim, reduce
+from hyper_parallel.runtime.rows import gather, reduce
 
 __all__ = [
     "PLAIN",
@@ -250,7 +250,7 @@ def _others_product(local: torch.Tensor, mesh: DeviceMesh, axes: list[int]) -> t
     factor = torch.ones_like(local)
     whole = local
     for axis in axes:
-        parts = gather_dim(mesh, axis, whole.unsqueeze(0), 0, [1] * mesh.shape[axis])
+        parts = gather(mesh, axis, 0, [1] * mesh.shape[axis]).whole()(whole.unsqueeze(0))
         mine = mesh.my_coordinate[axis]
         for index in range(mesh.shape[axis]):
             if index != mine:

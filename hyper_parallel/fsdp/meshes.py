@@ -96,8 +96,8 @@ def _cannot_join(data: DeviceMesh, tensor: DeviceMesh) -> Exception | None:
 
 def _joint(data: DeviceMesh, tensor: DeviceMesh) -> tuple[Any, Any] | None:
     """Give both as slices of a torch mesh built over their groups, or None if there is none."""
-    root = data._parent
-    if root is None or root is not tensor._parent or data.ndim != 1 or tensor.ndim != 1:
+    root = data.parent
+    if root is None or root is not tensor.parent or data.ndim != 1 or tensor.ndim != 1:
         return None
     (name,), (tensor_name,) = data.axis_names, tensor.axis_names
     axis = root.axis_index(tensor_name)

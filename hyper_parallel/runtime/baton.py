@@ -92,7 +92,7 @@ class Baton:
 
     def __init__(self, size: int, parts: Sequence[ProcessPart] = ()) -> None:
         self.size = size
-        self._parts = parts
+        self.parts = parts
         self._ranks: list[_Rank] = []
         self._groups: dict[Hashable, list[_Rank]] = {}
         self._failed = 0
@@ -115,7 +115,7 @@ class Baton:
             One outcome for each rank, in rank order.
         """
         self._stop_early = stop_early
-        self._ranks = [_Rank(r, [part.fork() for part in self._parts]) for r in range(self.size)]
+        self._ranks = [_Rank(r, [part.fork() for part in self.parts]) for r in range(self.size)]
         threads = [
             threading.Thread(
                 target=copy_context().run, args=(self._body, me, work), name=f"rank {me.rank}"
@@ -248,7 +248,7 @@ class Baton:
     def _swap(self, state: list[Any]) -> list[Any]:
         if self._abandoned:  # the process's state is the caller's again
             return state
-        return [part.swap(own) for part, own in zip(self._parts, state, strict=True)]
+        return [part.swap(own) for part, own in zip(self.parts, state, strict=True)]
 
     def _following(self) -> _Rank | None:
         """Choose who runs next, telling all of a deadlock; None if every rank has ended."""
@@ -267,11 +267,8 @@ class Baton:
     def _look(self, threads: Sequence[threading.Thread]) -> None:
         """End a run that hangs outside of collectives; see [Note: held properties]."""
         idents = [thread.ident for thread in threads]
-        before, self._held = (
-            self._held,
-            find_held(self._running.rank if self._running else 0, idents),
-        )
-        held = self._held
+        before, held = self._held, find_held(self._running.rank if self._running else 0, idents)
+        self._held = held
         if held is None or held != before or self._stopping:
             return
         text = f"a rank must not communicate inside the cached_property {held.name!r}"

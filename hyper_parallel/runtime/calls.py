@@ -107,8 +107,13 @@ class Said:
         name, facts, line, place = json.loads(text)
         return cls(Call(name, tuple((key, value) for key, value in facts)), line, place)
 
+    @property
+    def where(self) -> str:
+        """The line, and the module if there is one."""
+        return f"{self.line} in {self.place}" if self.place else self.line
+
     def __str__(self) -> str:
-        return f"{self.call} at {self.line}{_in(self.place)}"
+        return f"{self.call} at {self.where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,35 +126,16 @@ class Wait:
     line: str
     frame: FrameType | None = None
 
-    @property
-    def place(self) -> str:
-        """The module that led to the call, or ""."""
-        return place_of(self.frame)
-
     def said(self) -> Said:
         """Give what the group is told of it."""
-        return Said(self.call, self.line, self.place)
+        return Said(self.call, self.line, place_of(self.frame))
 
     def __str__(self) -> str:
-        where = f"{self.call} over ranks {self.ranks} at {self.line}"
-        return f"{where}{_in(self.place)}"
-
-
-def _in(place: str) -> str:
-    return f" in {place}" if place else ""
+        return f"{self.call} over ranks {self.ranks} at {self.said().where}"
 
 
 def mismatch_text(where: str, ranks: Sequence[int], said: Sequence[Said]) -> str:
-    """Say how the first call that is unlike that of the group's first rank differs from it.
-
-    Args:
-        where: the call the user made, or who compares.
-        ranks: the group's global ranks.
-        said: their calls, in the same order; not all alike.
-
-    Returns:
-        The text, the same on every rank.
-    """
+    """Say alike on all ranks how the first call unlike that of the group's first rank differs."""
     first = said[0]
     odd = next(i for i, one in enumerate(said) if one.call != first.call)
     what = first.call.difference(said[odd].call)

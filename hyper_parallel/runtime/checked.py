@@ -14,8 +14,7 @@ import functools
 import inspect
 import os
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -64,10 +63,14 @@ def _checked(name: str) -> Callable[..., Any]:
     def run(self: CheckedCommunicator, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        with _announcing(Call.to(name, given.arguments)) as call:
+        call = Call.to(name, given.arguments)
+        token = _announced.set(call)
+        try:
             self.compare(call)
             if dict(call.facts).get("parts") == (self.size, self.size):
                 self.compare_parts(given.arguments["send_sizes"], given.arguments["recv_sizes"])
+        finally:
+            _announced.reset(token)
         return getattr(self.inner, name)(*args, **kwargs)
 
     return run
@@ -123,12 +126,3 @@ class CheckedCommunicator:
         longest = max(count for (count,) in self.inner.all_gather_ints([len(codes)]))
         padded = [*codes, *[0] * (longest - len(codes))]
         return [bytes(one).rstrip(b"\0").decode() for one in self.inner.all_gather_ints(padded)]
-
-
-@contextmanager
-def _announcing(call: Call) -> Generator[Call, None, None]:
-    token = _announced.set(call)
-    try:
-        yield call
-    finally:
-        _announced.reset(token)

@@ -17,6 +17,7 @@ from typing import Any
 
 from hyper_parallel.core.collective import Step
 from hyper_parallel.core.exchange import (
+    Region,
     Transfers,
     group_ranks,
     parts_of,
@@ -27,17 +28,13 @@ from hyper_parallel.core.interval import count
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial
 from hyper_parallel.core.plan import Plan, plan
-from hyper_parallel.runtime.interface import ArrayOps, Communicator
+from hyper_parallel.runtime.interface import Array, Communicator
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.parts import consecutive, packer, putter, taker, unpacker
-from hyper_parallel.runtime.program import Collective, Program, chain, program_of
-from hyper_parallel.runtime.rows import gather, reducer, scatter
+from hyper_parallel.runtime.program import Collective, Program, Run, chain, whole
+from hyper_parallel.runtime.rows import Axes, gather, reducer, scatter
 
-__all__ = ["execute", "program"]
-
-Array = Any
-Run = Callable[[Array], Array]
-Axes = int | tuple[int, ...]
+__all__ = ["execute", "pending_op", "program"]
 
 _MOST_PROGRAMS = 4096
 
@@ -84,10 +81,10 @@ def _program(plan: Plan, key: Any, mesh: DeviceMesh) -> Program:
     if key in mesh.programs:
         return mesh.programs[key]
     steps = [(step, _mesh_of(step, mesh)) for step in plan.steps]
-    parts = tuple(_STEPS[step.kind](step, on) for step, on in steps if _takes_part(step, on))
+    parts = tuple(_part(step, on) for step, on in steps if _takes_part(step, on))
     if len(mesh.programs) >= _MOST_PROGRAMS:
         mesh.programs.clear()
-    found = mesh.programs[key] = program_of(plan, parts)
+    found = mesh.programs[key] = Program(plan, parts, chain(*map(whole, parts)))
     return found
 
 
@@ -102,46 +99,44 @@ def _takes_part(step: Step, mesh: DeviceMesh) -> bool:
     return any(at.mesh.coordinate(mesh.get_rank()) is not None for at in (step.src, step.dst))
 
 
-def _all_reduce(step: Step, mesh: DeviceMesh) -> Run | Collective:
-    if _is_empty(step):
-        return lambda local: local
-    start, after = reducer(mesh, _axes(step), "all_reduce", _op(step.src, step.axes[0]))
+def _part(step: Step, mesh: DeviceMesh) -> Run | Collective:
+    """Work a step out for this rank; where there are no elements, nothing is sent."""
+    if 0 not in step.src.shape:
+        return _STEPS[step.kind](step, mesh)
+    shape = step.dst.local_shape(mesh.get_rank())
+    return lambda local: mesh.backend.ops.empty(shape, local)
+
+
+def _all_reduce(step: Step, mesh: DeviceMesh) -> Collective:
+    start, after = reducer(mesh, _axes(step), "all_reduce", pending_op(step.src, step.axes[0]))
     return Collective(start, mesh.backend.ops.clone, after, copies=True)
 
 
-def _all_gather(step: Step, mesh: DeviceMesh) -> Run | Collective:
+def _all_gather(step: Step, mesh: DeviceMesh) -> Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
-    if _is_empty(step):
-        return lambda local: ops.empty(shape, local)
     regions = parts_of(step.dst, rank, step.src, group_ranks(step, rank))
     along = consecutive(regions, shape)
     if along is not None:
         return gather(mesh, axes, *along)
-    rows = gather(mesh, axes, 0, [_numel(region_shape(region)) for region in regions])
+    rows = gather(mesh, axes, 0, _sizes(regions))
     return Collective(
         rows.start,
-        chain(partial(_flat, ops), rows.before),
+        chain(lambda x: ops.reshape(ops.contiguous(x), (math.prod(x.shape),)), rows.before),
         chain(rows.after, unpacker(ops, regions, shape)),
     )
 
 
-def _flat(ops: ArrayOps, x: Array) -> Array:
-    return ops.reshape(ops.contiguous(x), (_numel(x.shape),))
-
-
-def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run | Collective:
+def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Collective:
     ops, rank, axes = mesh.backend.ops, mesh.get_rank(), _axes(step)
     shape = step.dst.local_shape(rank)
-    if _is_empty(step):
-        return lambda local: ops.empty(shape, local)
-    op = _op(step.src, step.axes[0])
+    op = pending_op(step.src, step.axes[0])
     regions = parts_of(step.src, rank, step.dst, group_ranks(step, rank))
     before = step.src.local_shape(rank)
     along = consecutive(regions, before)
     if along is not None:
         return scatter(mesh, axes, *along, op)
-    rows = scatter(mesh, axes, 0, [_numel(region_shape(region)) for region in regions], op)
+    rows = scatter(mesh, axes, 0, _sizes(regions), op)
     return Collective(
         rows.start,
         chain(packer(ops, regions, before), rows.before),
@@ -149,16 +144,11 @@ def _reduce_scatter(step: Step, mesh: DeviceMesh) -> Run | Collective:
     )
 
 
-def _all_to_all(step: Step, mesh: DeviceMesh) -> Run | Collective:
+def _all_to_all(step: Step, mesh: DeviceMesh) -> Collective:
     ops, rank = mesh.backend.ops, mesh.get_rank()
     before, shape = step.src.local_shape(rank), step.dst.local_shape(rank)
-    if _is_empty(step):
-        return lambda local: ops.empty(shape, local)
     table, comm = transfers(step, rank), _exchanging(step, mesh)
-    send, receive = (
-        [_numel(region_shape(region)) for region in regions]
-        for regions in (table.send, table.receive)
-    )
+    send, receive = _sizes(table.send), _sizes(table.receive)
     how = {"even": True} if _has_equal_parts(step, table) else {}
     pack = packer(ops, table.send, before or (1,))
     unpack = unpacker(ops, table.receive, shape or (1,))
@@ -204,7 +194,7 @@ def _slice(step: Step, mesh: DeviceMesh) -> Run:
 def _fill(step: Step, mesh: DeviceMesh) -> Run:
     """Turn R or a cut into a pending reduction without communication (exact for every dtype)."""
     (axis,) = step.axes
-    ops, rank, op = mesh.backend.ops, mesh.get_rank(), _op(step.dst, step.axes[0])
+    ops, rank, op = mesh.backend.ops, mesh.get_rank(), pending_op(step.dst, step.axes[0])
     if step.src.placements[axis].cut_dim is None:
         keeps = mesh.my_coordinate[axis] == 0 or op in ("avg", "max", "min")
         return ops.clone if keeps else lambda local: ops.identity(local.shape, op, local)
@@ -222,7 +212,7 @@ def _fill(step: Step, mesh: DeviceMesh) -> Run:
 
 def _scale(step: Step, mesh: DeviceMesh) -> Run:
     (axis,) = step.axes
-    to_sum, num_ranks = _op(step.dst, axis) == "sum", mesh.shape[axis]
+    to_sum, num_ranks = pending_op(step.dst, axis) == "sum", mesh.shape[axis]
     return lambda local: mesh.backend.ops.scale(local, num_ranks, divide=to_sum)
 
 
@@ -230,18 +220,15 @@ def _axes(step: Step) -> Axes:
     return step.axes[0] if len(step.axes) == 1 else step.axes
 
 
-def _op(layout: Layout, axis: int) -> str:
+def pending_op(layout: Layout, axis: int) -> str:
+    """Name the reduction that is pending along an axis."""
     placement = layout.placements[axis]
     assert isinstance(placement, Partial)
     return placement.reduce_op
 
 
-def _numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
-def _is_empty(step: Step) -> bool:
-    return 0 in step.src.shape
+def _sizes(regions: Sequence[Region]) -> list[int]:
+    return [math.prod(region_shape(region)) for region in regions]
 
 
 _STEPS: dict[str, Callable[[Step, DeviceMesh], Run | Collective]] = {

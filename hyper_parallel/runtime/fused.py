@@ -9,15 +9,11 @@ from typing import Any
 
 from hyper_parallel.runtime.calls import Call
 from hyper_parallel.runtime.checked import CheckedCommunicator
+from hyper_parallel.runtime.interface import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hyper_parallel.runtime.mesh import DeviceMesh
 from hyper_parallel.runtime.watch import tell
 
 __all__ = ["ALL_GATHER", "ALL_REDUCE", "REDUCE_SCATTER", "find_fused"]
-
-# See [Note: fused kinds].
-ALL_GATHER = "all_gather_matmul"
-REDUCE_SCATTER = "matmul_reduce_scatter"
-ALL_REDUCE = "matmul_all_reduce"
 
 
 def find_fused(kind: str, mesh: DeviceMesh, x: Any, w: Any) -> Callable[[], Any] | str:
@@ -37,11 +33,10 @@ def find_fused(kind: str, mesh: DeviceMesh, x: Any, w: Any) -> Callable[[], Any]
     """
     comm = mesh.communicator(0)
     checked = comm if isinstance(comm, CheckedCommunicator) else None
-    backend: Any = mesh.backend
-    can = kind in backend.capabilities.fuses
-    kernel = backend.fused(kind, comm) if can else None
+    fused = mesh.backend.capabilities.fused
+    kernel = None if fused is None else fused(kind, comm)
     if kernel is None:
-        return f"the {backend.name} backend has no such kernel"
+        return f"the {mesh.backend.name} backend has no such kernel"
     refusal = kernel.refusal(x, w)
     if refusal is not None:
         return refusal

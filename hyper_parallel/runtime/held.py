@@ -31,15 +31,7 @@ class Held(NamedTuple):
 
 
 def find_held(running: int, idents: Sequence[int | None]) -> Held | None:
-    """Say which rank holds the property that the running rank is about to compute, if any does.
-
-    Args:
-        running: the rank that has the baton.
-        idents: the ranks' threads.
-
-    Returns:
-        What is held; a hang if it is the same a while later.
-    """
+    """Say who holds what the running rank is about to compute; the same a while later is a hang."""
     frames: Mapping[int, FrameType] = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     mine = frames.get(idents[running] or 0)
     if mine is None or mine.f_code is not _GET:

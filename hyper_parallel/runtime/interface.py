@@ -18,16 +18,32 @@ and every list of pieces or sizes follow that order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh import AbstractMesh
 
-__all__ = ["ArrayOps", "Backend", "Capabilities", "Communicator", "FusedMatmul", "Work"]
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "REDUCE_SCATTER",
+    "Array",
+    "ArrayOps",
+    "Backend",
+    "Capabilities",
+    "Communicator",
+    "FusedMatmul",
+    "Work",
+]
 
 Array = Any
+
+# See [Note: fused kinds].
+ALL_GATHER = "all_gather_matmul"
+REDUCE_SCATTER = "matmul_reduce_scatter"
+ALL_REDUCE = "matmul_all_reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +61,8 @@ class Capabilities:
         widens: (op, dtype) that are reduced as another dtype, which takes copies. What is in
             neither set is refused.
         moves: dtypes that are moved as they are; others travel as bytes. None: all.
-        fuses: kinds of matmuls that a kernel may fuse with their collective; see [Note: fused
-            kinds]. `fused(kind, communicator)` of the backend gives a FusedMatmul, or None where
-            what is installed lacks it.
+        fused: `fused(kind, communicator)` gives a matmul fused with its collective, see [Note:
+            fused kinds], or None where what is installed lacks one; None: there are no kernels.
     """
 
     uneven_gather: bool = False
@@ -57,7 +72,7 @@ class Capabilities:
     reduces: frozenset[tuple[str, str]] | None = None
     widens: frozenset[tuple[str, str]] = frozenset()
     moves: frozenset[str] | None = None
-    fuses: frozenset[str] = frozenset()
+    fused: Callable[[str, Communicator], FusedMatmul | None] | None = None
 
 
 class Work(Protocol):
@@ -198,53 +213,38 @@ class Backend(Protocol):
         ...
 
     def start(self, mesh: AbstractMesh) -> None:
-        """Be ready for `mesh`: default process group, current device, world size checked."""
+        """Be ready for `mesh`: start the world, choose the device, refuse ranks it lacks."""
         ...
 
     def rank(self) -> int:
         """Give this process's global rank."""
         ...
 
-    def world_size(self) -> int:
-        """Give the number of ranks in the world."""
+    def make_groups(self, mesh: AbstractMesh) -> Sequence[Any]:
+        """Make the groups of every axis; every rank of the world calls this.
+
+        Decides: what a group is. Gives this rank's, one an axis; outside the mesh it need not.
+        """
         ...
 
-    def prepare(self, mesh: AbstractMesh) -> Any:
-        """Make the groups of every axis; every rank of the world calls this. Returns a handle."""
+    def make_group(self, ranks: tuple[int, ...], name: str) -> Any:
+        """Make one group, or give the one there is; exactly its ranks call this together."""
         ...
 
-    def group(self, handle: Any, axis: int) -> Any:
-        """Give the process group of one axis, as users of the framework know it."""
+    def group_ranks(self, group: Any) -> tuple[int, ...]:
+        """List the global ranks of a group, in any order."""
         ...
 
-    def slice_handle(self, handle: Any, names: tuple[str, ...]) -> Any:
-        """Give the handle of a submesh; makes no group."""
+    def communicator(self, group: Any, ranks: tuple[int, ...]) -> Communicator:
+        """Give the collectives of a group for this rank, which list its ranks in this order."""
         ...
 
-    def flatten_handle(self, mesh: Any, name: str) -> Any:
-        """Give the handle of the flattened mesh, making its groups at the first call."""
-        ...
-
-    def adopt_groups(
-        self, group: Any, device_type: str, mesh: Any, mesh_dim_names: tuple[str, ...] | None
-    ) -> tuple[AbstractMesh, Any]:
-        """Describe groups that exist already as a mesh and its handle."""
+    def framework_mesh(self, mesh: Any) -> Any:
+        """Give the framework's own mesh on the groups of our DeviceMesh; None if it has none."""
         ...
 
     def wrap_mesh(self, mesh: Any) -> Any:
         """Give our DeviceMesh on the groups of the framework's own; the same one each time."""
-        ...
-
-    def communicator(self, mesh: AbstractMesh, handle: Any, axis: int) -> Communicator:
-        """Give the collectives of one axis for this rank."""
-        ...
-
-    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> Communicator:
-        """Make the group of several axes, row-major; the ranks of that group call this together."""
-        ...
-
-    def union_communicator(self, ranks: tuple[int, ...]) -> Communicator:
-        """Make a group of any ranks, in this order; exactly these call this together."""
         ...
 
     def index_array(self, mesh: AbstractMesh) -> Any:

@@ -7,10 +7,11 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
-from hyper_parallel.errors import BackendError, LayoutError, describe
+from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime.checked import CheckedCommunicator, wants_checks
 from hyper_parallel.runtime.interface import Backend, Communicator
 from hyper_parallel.runtime.registry import backend_for
@@ -18,7 +19,15 @@ from hyper_parallel.runtime.watch import introduce
 
 __all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "restore_mesh"]
 
-_stack = threading.local()
+
+class _Entered(threading.local):
+    """The meshes whose `with` blocks this thread is in."""
+
+    def __init__(self) -> None:
+        self.meshes: list[DeviceMesh] = []
+
+
+_entered = _Entered()
 # Every mesh in use, by identity, in the order they were made; unpickling finds an equal one.
 _live: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 
@@ -67,14 +76,17 @@ class DeviceMesh(AbstractMesh):
         backend = backend_for(device_type)
         backend.start(self)
         self._attach(backend, None, wants_checks(check))
-        _check_ranks(self, backend)
-        self._handle = backend.prepare(self)
+        self.groups = backend.make_groups(self)
 
     @classmethod
     def attached(
-        cls, abstract: AbstractMesh, backend: Backend, handle: Any, parent: DeviceMesh | None = None
+        cls,
+        abstract: AbstractMesh,
+        backend: Backend,
+        groups: Sequence[Any],
+        parent: DeviceMesh | None = None,
     ) -> DeviceMesh:
-        """Attach ranks to groups that exist already; for backends and interop."""
+        """Attach ranks to groups that exist already, one an axis; for backends and interop."""
         self = cls.__new__(cls)
         AbstractMesh.__init__(
             self,
@@ -84,13 +96,13 @@ class DeviceMesh(AbstractMesh):
             mesh_dim_names=abstract.mesh_dim_names,
         )
         self._attach(backend, parent, wants_checks(None) if parent is None else parent.checked)
-        self._handle = handle
+        self.groups = groups
         return self
 
     def _attach(self, backend: Backend, parent: DeviceMesh | None, checked: bool) -> None:
         self.backend = backend
         self.checked = checked and not backend.capabilities.checks_calls
-        self._parent = parent
+        self.parent = parent
         self._my_rank = _rank_of(backend)
         self._my_coordinate = None if self._my_rank is None else self.coordinate(self._my_rank)
         self._communicators: dict[int | tuple[int, ...], Communicator] = {}
@@ -103,10 +115,10 @@ class DeviceMesh(AbstractMesh):
         self._hash = hash((self._key(), id(backend), self._my_rank))
         _live[id(self)] = self
 
-    @property
+    @cached_property
     def handle(self) -> Any:
-        """What the backend made for this mesh (torch backends: torch's DeviceMesh)."""
-        return self._handle
+        """The framework's own mesh on the same groups (torch's DeviceMesh); None without one."""
+        return self.backend.framework_mesh(self)
 
     @property
     def mesh(self) -> Any:
@@ -136,7 +148,10 @@ class DeviceMesh(AbstractMesh):
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Give the process group along an axis, as the framework knows it."""
-        return self.backend.group(self._handle, self._one_axis(mesh_dim, "get_group"))
+        axis = self._one_axis(mesh_dim, "get_group")
+        if not self.groups:
+            self._here("get_group")
+        return self.groups[axis]
 
     def get_all_groups(self) -> list[Any]:
         """List the process groups of all axes."""
@@ -158,15 +173,19 @@ class DeviceMesh(AbstractMesh):
         found = self._communicators.get(axis)
         if found is None:
             self._here("communicator")
-            if isinstance(axis, int):
-                found = self.backend.communicator(self, self._handle, axis)
-            else:
-                found = self.backend.joint_communicator(self, axis)
-            found = self._communicators[axis] = self._introduced(found)
+            axes = (axis,) if isinstance(axis, int) else axis
+            ranks = self.submesh_ranks(axes, rank=self.get_rank())
+            group = self.groups[axis] if isinstance(axis, int) else self._joined(ranks, axes)
+            found = self._communicators[axis] = self._communicator(group, ranks)
         return found
 
-    def _introduced(self, communicator: Communicator) -> Communicator:
-        """Make a new communicator compare calls, if it must, and known to those that watch."""
+    def _joined(self, ranks: tuple[int, ...], axes: Sequence[int]) -> Any:
+        """Give the group of several axes, made at the first call."""
+        return self.backend.make_group(ranks, "_".join(self.axis_names[axis] for axis in axes))
+
+    def _communicator(self, group: Any, ranks: tuple[int, ...]) -> Communicator:
+        """Make one that compares calls, if it must, and is known to those that watch."""
+        communicator = self.backend.communicator(group, ranks)
         if self.checked:
             communicator = CheckedCommunicator(communicator)
         introduce(communicator, self)
@@ -197,14 +216,14 @@ class DeviceMesh(AbstractMesh):
         ranks = tuple(sorted({*self.ranks, *other.ranks}))
         found = self._unions.get(ranks) or other._unions.get(ranks)
         if found is None:
-            found = self._introduced(self.backend.union_communicator(ranks))
+            found = self._communicator(self.backend.make_group(ranks, "union"), ranks)
         self._unions[ranks] = other._unions[ranks] = found
         return found
 
     @property
     def is_slice(self) -> bool:
         """Whether this is a slice of a larger mesh, and so another one on other ranks."""
-        return self._parent is not None and len(self.ranks) < len(self._parent.ranks)
+        return self.parent is not None and len(self.ranks) < len(self.parent.ranks)
 
     @property
     def my_coordinate(self) -> tuple[int, ...]:
@@ -242,8 +261,8 @@ class DeviceMesh(AbstractMesh):
                 ranks=self.submesh_ranks(axes, rank=self.get_rank()),
                 mesh_dim_names=wanted,
             )
-            handle = self.backend.slice_handle(self._handle, wanted)
-            found = DeviceMesh.attached(abstract, self.backend, handle, self._parent or self)
+            groups = [self.groups[axis] for axis in axes] if self.groups else ()
+            found = DeviceMesh.attached(abstract, self.backend, groups, self.parent or self)
             self._slices[wanted] = found
         return found
 
@@ -265,8 +284,10 @@ class DeviceMesh(AbstractMesh):
             abstract = AbstractMesh(
                 self.device_type, (self.size(),), ranks=self.ranks, mesh_dim_names=(name,)
             )
-            handle = self.backend.flatten_handle(self, name)
-            found = DeviceMesh.attached(abstract, self.backend, handle, self._parent or self)
+            groups = self.groups
+            if groups and self._my_coordinate is not None and self.ndim > 1:
+                groups = [self._joined(self.ranks, range(self.ndim))]
+            found = DeviceMesh.attached(abstract, self.backend, groups, self.parent or self)
             self._slices["flatten", name] = found
         return found
 
@@ -291,15 +312,34 @@ class DeviceMesh(AbstractMesh):
             The mesh, on these very groups.
         """
         backend = backend_for(device_type)
-        abstract, handle = backend.adopt_groups(group, device_type, mesh, mesh_dim_names)
-        return cls.attached(abstract, backend, handle)
+        is_one = not isinstance(group, (list, tuple))
+        groups = [group] if is_one else list(cast("Sequence[Any]", group))
+        if mesh is None and len(groups) != 1:
+            text = "mesh must be given for several groups"
+            raise LayoutError(
+                describe("from_group", text, "Pass the ranks, one axis per group", mesh=mesh)
+            )
+        shape, ranks = nested_ranks(backend.group_ranks(groups[0]) if mesh is None else mesh)
+        abstract = AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=mesh_dim_names)
+        found = [sorted(backend.group_ranks(each)) for each in groups]
+        axes = range(abstract.ndim)
+        if found != [sorted(abstract.group_ranks(i, rank=backend.rank())) for i in axes]:
+            raise LayoutError(
+                describe(
+                    "from_group",
+                    f"mesh must list the ranks of each group along its axis ({found})",
+                    "Pass one axis per group, in the same order",
+                    mesh=nest_ranks(ranks, shape),
+                )
+            )
+        return cls.attached(abstract, backend, groups)
 
     def __enter__(self) -> DeviceMesh:
-        _meshes().append(self)
+        _entered.meshes.append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _meshes().pop()
+        _entered.meshes.pop()
 
     def _here(self, where: str) -> tuple[int, ...]:
         rank = self.get_rank()
@@ -345,32 +385,6 @@ class DeviceMesh(AbstractMesh):
     def __reduce__(self) -> Any:
         return restore_mesh, self._key()
 
-    @staticmethod
-    def find(
-        device_type: str,
-        shape: tuple[int, ...],
-        ranks: tuple[int, ...],
-        names: tuple[str, ...] | None,
-    ) -> DeviceMesh:
-        """Find this process's newest mesh that equals a pickled one; makes no group.
-
-        Raises:
-            LayoutError: there is none.
-        """
-        backend = backend_for(device_type)
-        key, here = (device_type, shape, ranks, names), (backend, _rank_of(backend))
-        found = [m for m in _live.values() if m._key() == key and (m.backend, m._my_rank) == here]
-        if not found:
-            raise LayoutError(
-                describe(
-                    "DeviceMesh",
-                    "a pickled mesh must have an equal one in the process that loads it",
-                    "Make the mesh first, with init_device_mesh, and slice it as before",
-                    mesh=AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=names),
-                )
-            )
-        return found[-1]
-
 
 def restore_mesh(
     device_type: str,
@@ -378,8 +392,24 @@ def restore_mesh(
     ranks: tuple[int, ...],
     names: tuple[str, ...] | None,
 ) -> DeviceMesh:
-    """Unpickle a mesh, which must not communicate."""
-    return DeviceMesh.find(device_type, shape, ranks, names)
+    """Find this process's newest mesh that equals a pickled one; makes no group.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    given = AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=names)
+    equal = DeviceMesh.attached(given, backend_for(device_type), ())
+    found = [mesh for mesh in _live.values() if mesh == equal and mesh is not equal]
+    if not found:
+        raise LayoutError(
+            describe(
+                "DeviceMesh",
+                "a pickled mesh must have an equal one in the process that loads it",
+                "Make the mesh first, with init_device_mesh, and slice it as before",
+                mesh=given,
+            )
+        )
+    return found[-1]
 
 
 def init_device_mesh(
@@ -434,31 +464,8 @@ def init_device_mesh(
 
 def current_mesh() -> DeviceMesh | None:
     """Give the mesh of the innermost `with mesh:` block, or None."""
-    stack = _meshes()
-    return stack[-1] if stack else None
-
-
-def _meshes() -> list[DeviceMesh]:
-    meshes = cast("list[DeviceMesh] | None", getattr(_stack, "meshes", None))
-    if meshes is None:
-        meshes = _stack.meshes = []
-    return meshes
+    return _entered.meshes[-1] if _entered.meshes else None
 
 
 def _rank_of(backend: Backend) -> int | None:
     return None if backend.capabilities.all_ranks else backend.rank()
-
-
-def _check_ranks(mesh: DeviceMesh, backend: Backend) -> None:
-    world = backend.world_size()
-    if max(mesh.ranks) >= world:
-        raise BackendError(
-            describe(
-                "DeviceMesh",
-                f"every rank of the mesh must be below the world size {world}",
-                "Start as many processes as the mesh has ranks (torchrun --nproc-per-node), or make"
-                " a smaller mesh",
-                mesh_shape=mesh.shape,
-                world_size=world,
-            )
-        )

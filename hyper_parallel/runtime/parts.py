@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hyper_parallel.core.exchange import Region, region_shape
-from hyper_parallel.runtime.interface import ArrayOps
+from hyper_parallel.runtime.interface import Array, ArrayOps
+from hyper_parallel.runtime.program import Run
 
 __all__ = ["consecutive", "packer", "putter", "taker", "unpacker"]
 
-Array = Any
-Run = Callable[[Array], Array]
 Runs = Sequence[tuple[int, int]]
 
 
@@ -50,16 +48,7 @@ def consecutive(
 
 
 def taker(ops: ArrayOps, region: Region, shape: Sequence[int]) -> Run:
-    """Make a function that gives a part of an array; a view if the part is one box.
-
-    Args:
-        ops: the backend's array operations.
-        region: the part.
-        shape: the shape of the array.
-
-    Returns:
-        The function.
-    """
+    """Make a function that gives a part of an array of a shape; a view if the part is one box."""
     cuts: list[tuple[int, Runs]] = []
     for dim, runs in enumerate(region):
         if len(runs) > 1 or (runs or ((0, 0),))[0] != (0, shape[dim]):
@@ -79,16 +68,7 @@ def taker(ops: ArrayOps, region: Region, shape: Sequence[int]) -> Run:
 
 
 def putter(ops: ArrayOps, region: Region, shape: Sequence[int]) -> Callable[[Array, Array], None]:
-    """Make a function that writes a part of an array.
-
-    Args:
-        ops: the backend's array operations.
-        region: the part.
-        shape: the shape of the array.
-
-    Returns:
-        The function; it takes the array and the part.
-    """
+    """Make a function of an array of a shape and a part that writes the part into the array."""
     own = region_shape(region)
     boxes: list[list[tuple[int, int, int, int]]] = [[]]
     for dim, runs in enumerate(region):
@@ -114,16 +94,7 @@ def putter(ops: ArrayOps, region: Region, shape: Sequence[int]) -> Callable[[Arr
 
 
 def packer(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> Run:
-    """Make a function that gives parts, one after the other, in a flat buffer; a view if it can be.
-
-    Args:
-        ops: the backend's array operations.
-        regions: the parts, in order.
-        shape: the shape of the array that holds them.
-
-    Returns:
-        The function.
-    """
+    """Make a function that gives an array's parts in order in a flat buffer; a view if it can."""
     full, flat = tuple(shape), (math.prod(shape),)
     along = consecutive(regions, full)
     if along is not None and along[0] == 0:
@@ -153,16 +124,7 @@ def packer(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> Ru
 
 
 def unpacker(ops: ArrayOps, regions: Sequence[Region], shape: Sequence[int]) -> Run:
-    """Make a function that makes an array of the parts in a flat buffer; a view where it can be.
-
-    Args:
-        ops: the backend's array operations.
-        regions: where the parts belong, in the order of the buffer.
-        shape: the shape of the array.
-
-    Returns:
-        The function.
-    """
+    """Make a function that makes an array of the parts in a flat buffer; a view if it can."""
     full = tuple(shape)
     along = consecutive(regions, full)
     if along is not None and along[0] == 0:

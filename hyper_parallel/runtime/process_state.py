@@ -99,12 +99,9 @@ class WarningFilters:
         before = (warnings.filters, *self._handlers())
         filters, warnings.showwarning, show = state
         setattr(warnings, "_showwarnmsg_impl", show)  # noqa: B010  # private to typeshed
-        if filters != warnings.filters:
-            # Forgets what was shown once, so only where filters really change.
-            warnings.filters = filters
-            getattr(warnings, "_filters_mutated", _nothing)()
-        else:
-            warnings.filters = filters
+        change, warnings.filters = filters != warnings.filters, filters
+        if change:  # what was shown once is forgotten
+            getattr(warnings, "_filters_mutated", lambda: None)()
         return before
 
     def seed(self, seed: int) -> None:
@@ -113,7 +110,3 @@ class WarningFilters:
     @staticmethod
     def _handlers() -> tuple[Any, Any]:
         return warnings.showwarning, getattr(warnings, "_showwarnmsg_impl", None)
-
-
-def _nothing() -> None:
-    pass

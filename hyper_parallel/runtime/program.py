@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.plan import Plan
-from hyper_parallel.runtime.interface import Work
+from hyper_parallel.runtime.interface import Array, Work
 
-__all__ = ["Collective", "Program", "chain", "program_of"]
+__all__ = ["Collective", "Program", "Rest", "Run", "chain", "whole"]
 
-Array = Any
 Run = Callable[[Array], Array]
 
 
@@ -36,6 +35,10 @@ class Collective:
     before: Run | None = None
     after: Run | None = None
     copies: bool = False
+
+    def whole(self) -> Run:
+        """Give all of it as one function, which waits for the collective."""
+        return chain(self.before, self.start, self.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,21 @@ class Program:
         assert isinstance(step, Collective)
         if last == 0 and not step.copies:
             local = clone(local)
-        local = chain(*map(_whole, self.parts[:last]), step.before)(local)
-        return _Rest(
+        local = chain(*map(whole, self.parts[:last]), step.before)(local)
+        return Rest(
             step.start(local, async_op=True),
-            chain(step.after, *map(_whole, self.parts[last + 1 :])),
+            chain(step.after, *map(whole, self.parts[last + 1 :])),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Rest:
-    """A collective in flight, and the steps that follow it; a `Work`."""
+class Rest:
+    """A collective in flight, and the steps that follow it; a `Work`.
+
+    Args:
+        work: the collective.
+        rest: the steps, as one function of its result.
+    """
 
     work: Work
     rest: Run
@@ -90,14 +98,9 @@ class _Rest:
         return self.rest(self.work.wait())
 
 
-def program_of(plan: Plan, parts: Sequence[Run | Collective]) -> Program:
-    """Make the program of a plan's steps on this rank; of none outside the mesh."""
-    return Program(plan, parts, chain(*map(_whole, parts)))
-
-
-def _whole(part: Run | Collective) -> Run:
+def whole(part: Run | Collective) -> Run:
     """Give a step as one function, which waits for its collective."""
-    return chain(part.before, part.start, part.after) if isinstance(part, Collective) else part
+    return part.whole() if isinstance(part, Collective) else part
 
 
 def chain(*runs: Run | None) -> Run:

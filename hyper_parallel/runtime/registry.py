@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import cast
+from typing import Any, cast
 
 from hyper_parallel.errors import BackendError, describe, near_names
 from hyper_parallel.runtime.interface import Backend
@@ -34,10 +34,10 @@ def available_backends() -> dict[str, str]:
     return {**found, **_BUILT_IN}
 
 
-def load_backend(target: str) -> Backend:
+def load_backend(target: str, *args: Any) -> Any:
     """Import "module:Class" and make the backend."""
     module, _, name = target.partition(":")
-    return cast(Backend, getattr(importlib.import_module(module), name)())
+    return getattr(importlib.import_module(module), name)(*args)
 
 
 def backend_for(device_type: str) -> Backend:

@@ -14,21 +14,12 @@ from typing import Any
 
 from hyper_parallel.core.interval import chunk_sizes
 from hyper_parallel.core.placement import Shard
-from hyper_parallel.runtime.interface import ArrayOps
+from hyper_parallel.runtime.interface import Array, ArrayOps
 from hyper_parallel.runtime.mesh import DeviceMesh
-from hyper_parallel.runtime.program import Collective, chain
+from hyper_parallel.runtime.program import Collective, Run, chain
 
-__all__ = [
-    "gather",
-    "gather_dim",
-    "reduce",
-    "reducer",
-    "scatter",
-    "scatter_from",
-]
+__all__ = ["Axes", "gather", "reduce", "reducer", "scatter", "scatter_from"]
 
-Array = Any
-Run = Callable[[Array], Array]
 Axes = int | tuple[int, ...]
 
 
@@ -47,12 +38,6 @@ def reducer(
         return partial(getattr(comm, name), op=op, **how), None
     average = partial(mesh.backend.ops.scale, factor=comm.size, divide=True)
     return partial(getattr(comm, name), op="sum", **how), average
-
-
-def gather_dim(mesh: DeviceMesh, axis: Axes, local: Array, dim: int, sizes: Sequence[int]) -> Array:
-    """All-gather pieces of the given sizes along tensor dim `dim` over a mesh axis."""
-    rows = gather(mesh, axis, dim, sizes)
-    return chain(rows.before, rows.start, rows.after)(local)
 
 
 def gather(mesh: DeviceMesh, axis: Axes, dim: int, sizes: Sequence[int]) -> Collective:
@@ -95,13 +80,13 @@ def scatter(mesh: DeviceMesh, axis: Axes, dim: int, sizes: Sequence[int], op: st
     """Prepare a reduction of which each rank keeps its piece of tensor dim `dim`."""
     ops = mesh.backend.ops
     front, back = _to_front(ops, dim), _from_front(ops, dim)
-    if len(set(sizes)) == 1:
+    is_even, pads = len(set(sizes)) == 1, not mesh.backend.capabilities.uneven_gather
+    if is_even or pads:
         start, average = reducer(mesh, axis, "reduce_scatter", op)
-        return Collective(start, front, chain(average, back) if average or back else None)
-    if mesh.backend.capabilities.uneven_gather:
+    else:
         start, average = reducer(mesh, axis, "reduce_scatter_v", op, sizes=sizes)
-        return Collective(start, front, chain(average, back))
-    start, average = reducer(mesh, axis, "reduce_scatter", op)
+    if is_even or not pads:
+        return Collective(start, front, chain(average, back) if average or back else None)
     largest, own = max(sizes), sizes[mesh.communicator(axis).rank]
 
     def pad(rows: Array) -> Array:

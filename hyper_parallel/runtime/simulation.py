@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,8 +13,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from hyper_parallel.errors import BackendError, describe
 from hyper_parallel.runtime.baton import Baton, Outcome, Released, current_rank
 from hyper_parallel.runtime.interface import Backend
-from hyper_parallel.runtime.process_state import ProcessPart, standard_parts
-from hyper_parallel.runtime.registry import override_backend
+from hyper_parallel.runtime.registry import load_backend, override_backend
 
 __all__ = ["SimulatedWorld", "Simulation", "current_rank", "simulate"]
 
@@ -29,18 +27,16 @@ _one_at_a_time = threading.Lock()
 
 
 class SimulatedWorld(Backend, Protocol):
-    """A backend whose ranks are threads of this process; made anew for each run."""
+    """A backend whose ranks are threads of this process; made anew for each run.
 
-    def parts(self) -> list[ProcessPart]:
-        """List the framework's process-wide state, for each rank to own."""
-        ...
+    Its collectives use the exchange of its baton, which also has the framework's process-wide
+    state, for each rank to own.
+    """
+
+    baton: Baton
 
     def carry(self) -> Callable[[], AbstractContextManager[None]]:
         """Read the caller's per-thread modes; give what enters them on a rank's thread."""
-        ...
-
-    def connect(self, baton: Baton) -> None:
-        """Take the scheduler whose exchange the collectives use."""
         ...
 
 
@@ -134,19 +130,16 @@ class Simulation:
             )
         try:
             world = _load_world(self.world_size, self.device_type)
-            parts = [*standard_parts(), *world.parts()]
-            baton = Baton(self.world_size, parts)
-            world.connect(baton)
             modes = world.carry()
 
             def work() -> Any:
                 with override_backend(world), modes():
                     if self.seed is not None:
-                        for part in parts:
+                        for part in world.baton.parts:
                             part.seed(self.seed)
                     return call()
 
-            return baton.run(work, stop_early=stop_early)
+            return world.baton.run(work, stop_early=stop_early)
         finally:
             _one_at_a_time.release()
 
@@ -191,14 +184,12 @@ def simulate(
 
 
 def _load_world(world_size: int, device_type: str | None) -> SimulatedWorld:
-    module, _, name = _TARGET.partition(":")
     try:
-        made = getattr(importlib.import_module(module), name)
+        return load_backend(_TARGET, world_size, device_type)
     except ImportError as error:
         raise BackendError(
             describe("simulate", "torch must be importable", f"Install torch ({error})")
         ) from error
-    return cast(SimulatedWorld, made(world_size, device_type))
 
 
 def _first_error(outcomes: list[Outcome]) -> int | None:
@@ -211,11 +202,8 @@ def _first_error(outcomes: list[Outcome]) -> int | None:
     if not failed:
         return None
     first = min(failed, key=lambda one: one[0])[2]
-    return min(rank for _, rank, error in failed if _same(error, first))
-
-
-def _same(error: BaseException, other: BaseException) -> bool:
-    return type(error) is type(other) and str(error) == str(other)
+    alike = type(first), str(first)
+    return min(rank for _, rank, error in failed if (type(error), str(error)) == alike)
 
 
 def _left_alone(released: Released, rank: int, error: BaseException) -> BackendError:

@@ -71,7 +71,7 @@ class World:
             backend = LockstepBackend(self, rank)
             try:
                 with override_backend(backend):
-                    results[rank] = work(rank, DeviceMesh.attached(mesh, backend, None))
+                    results[rank] = work(rank, DeviceMesh.attached(mesh, backend, range(mesh.ndim)))
             except BaseException as error:
                 errors.append(error)
                 self._leave(rank, error)
@@ -289,12 +289,8 @@ class LockstepBackend:
     def rank(self) -> int:
         return self._rank
 
-    def communicator(self, mesh: AbstractMesh, handle: Any, axis: int) -> Group:
-        del handle
-        return Group(self._world, mesh.group_ranks(axis, rank=self._rank), self._rank, axis)
+    def make_group(self, ranks: tuple[int, ...], name: str) -> str:
+        return name
 
-    def joint_communicator(self, mesh: AbstractMesh, axes: tuple[int, ...]) -> Group:
-        return Group(self._world, mesh.submesh_ranks(axes, rank=self._rank), self._rank, axes)
-
-    def union_communicator(self, ranks: tuple[int, ...]) -> Group:
-        return Group(self._world, ranks, self._rank, "union")
+    def communicator(self, group: Any, ranks: tuple[int, ...]) -> Group:
+        return Group(self._world, ranks, self._rank, group)

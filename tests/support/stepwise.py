@@ -40,12 +40,9 @@ class Stepwise:
 def give_kernels(monkeypatch: pytest.MonkeyPatch, kernel: type[Stepwise] = Stepwise) -> None:
     """Let simulated ranks have kernels of all kinds."""
     make = SimulatedBackend.__init__
-    kinds = frozenset({"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"})
 
     def make_fusing(self: Any, *args: Any) -> None:
         make(self, *args)
-        self.capabilities = replace(self.capabilities, fuses=kinds)
+        self.capabilities = replace(self.capabilities, fused=kernel)
 
-    fused = staticmethod(kernel)
     monkeypatch.setattr(SimulatedBackend, "__init__", make_fusing)
-    monkeypatch.setattr(SimulatedBackend, "fused", fused, raising=False)

@@ -184,9 +184,9 @@ def groups() -> list[set[str | None] | str | None]:
         SimpleNamespace(ranks=ranks, group=mesh.get_group()) for ranks in ((0, 1), (0, 1, 2))
     )
     x, w = torch.ones(2, WIDE).half(), torch.ones(WIDE, 2).half()
-    reasons.append(mesh.backend.fused("all_gather_matmul", three).refusal(x, w))
+    reasons.append(mesh.backend.capabilities.fused("all_gather_matmul", three).refusal(x, w))
     tiles = torch_npu.npu_format_cast(w, torch_npu.Format.FRACTAL_NZ)
-    kernel = mesh.backend.fused("all_gather_matmul", two)
+    kernel = mesh.backend.capabilities.fused("all_gather_matmul", two)
     return [*reasons, kernel.refusal(x, tiles), kernel.refusal(x, w)]
 
 

@@ -46,8 +46,7 @@ def patched() -> Iterator[ProcessPool]:
 class Symmetric(CpuBackend):
     """The CPU backend with the kernels of the cuda one."""
 
-    capabilities = replace(CpuBackend.capabilities, fuses=CudaBackend.capabilities.fuses)
-    fused = CudaBackend.fused
+    capabilities = replace(CpuBackend.capabilities, fused=CudaBackend.capabilities.fused)
 
 
 def prepare() -> None:
@@ -111,8 +110,9 @@ def refusals() -> list[str | None]:
         mesh = DeviceMesh("cpu", [1, 0])
         comm = mesh.communicator(0)
         x, w = torch.ones(2, 4), torch.ones(4, 2)
-        assert mesh.backend.capabilities.fuses == {"all_gather_matmul", "matmul_reduce_scatter"}
-        kernel: Any = mesh.backend.fused("all_gather_matmul", comm)
+        fused: Any = mesh.backend.capabilities.fused
+        assert fused("matmul_all_reduce", comm) is None
+        kernel = fused("all_gather_matmul", comm)
         order = kernel.refusal(x, w)
         kernel.ranks = (0, 1)
         return [

@@ -183,7 +183,7 @@ def check_between(grid, other, pairs, shape):
     world = World(max(int(g.max()) for g in grids) + 2)
 
     def work(rank, attached):
-        there = DeviceMesh.attached(meshes[1], attached.backend, None)
+        there = DeviceMesh.attached(meshes[1], attached.backend, range(meshes[1].ndim))
         results = []
         for (src, dst), own in zip(pairs, held, strict=True):
             ends = Layout(attached, src, shape), Layout(there, dst, shape)

@@ -32,7 +32,7 @@ def test_an_op_that_torch_lacks_is_no_kernel(monkeypatch):
     lacks = {"all_gather_matmul": "fused_matmul_all_reduce"}
     monkeypatch.setattr(symmetric.SymmetricMatmul, "ops", lacks)
     group = SimpleNamespace(ranks=(0, 1), group=None)
-    assert CudaBackend().fused("all_gather_matmul", group) is None
+    assert CudaBackend.capabilities.fused("all_gather_matmul", group) is None
 
 
 CASES = {
@@ -72,7 +72,7 @@ def test_ranks_of_a_group_agree_once(monkeypatch, case):
     monkeypatch.setattr(symmetric, "why_no_peers", lambda ranks: mine)
     monkeypatch.setattr(symmetric.SymmetricMatmul, "device_type", "cpu")
     comm = SimpleNamespace(ranks=(0, 1), group=Group(), all_gather_ints=all_gather_ints)
-    kernel = symmetric.SymmetricMatmul("all_gather_matmul", comm)
+    kernel = symmetric.SymmetricMatmul.find("all_gather_matmul", comm)
     want = {"all can": None, "another cannot": "another rank of the group cannot run it"}
     for _ in range(2):
         assert kernel.refusal(torch.ones(2, 3), torch.ones(3, 2)) == want.get(case, mine)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hyper_parallel import BackendError, HyperParallelError
-from hyper_parallel.backends._torch import simulated, simulated_collectives
+from hyper_parallel.backends._torch import refusals, simulated
 from hyper_parallel.backends._torch.simulated_collectives import (
     SimulatedCommunicator,
     SimulatedWork,
@@ -189,7 +189,7 @@ def test_a_wrong_move_of_all_ranks_fails(monkeypatch):
 
 
 def test_what_is_not_refused_fails(monkeypatch):
-    monkeypatch.setattr(simulated_collectives, "wrong_tensor", lambda *_: None)
+    monkeypatch.setattr(refusals, "wrong_tensor", lambda *_: None)
     (failure,) = run("refusals").failures
     assert (failure.case, failure.detail) == (
         "not contiguous",

@@ -19,7 +19,7 @@ marker = contextvars.ContextVar("marker", default="unset")
 
 def group():
     """Make the communicator over all simulated ranks."""
-    return init_device_mesh("cpu", (backend_for("cpu").world_size(),)).communicator(0)
+    return init_device_mesh("cpu", (backend_for("cpu").world_size,)).communicator(0)
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ class RunsBackwardInside(torch.autograd.Function):
 
 
 def group():
-    return init_device_mesh(DEVICE, (backend_for(DEVICE).world_size(),)).communicator(0)
+    return init_device_mesh(DEVICE, (backend_for(DEVICE).world_size,)).communicator(0)
 
 
 def values():

@@ -74,9 +74,11 @@ def test_groups_that_are_not_the_meshs_are_refused():
     def run():
         mesh = init_device_mesh(DEVICE, (2, 2))
         groups = mesh.get_all_groups()
-        for wrong in ((groups, None), (groups, [0, 1, 2, 3]), (groups[::-1], [[0, 1], [2, 3]])):
+        for wrong in ((groups, [0, 1, 2, 3]), (groups[::-1], [[0, 1], [2, 3]])):
             with pytest.raises(LayoutError, match="from_group: mesh must list the ranks"):
                 DeviceMesh.from_group(wrong[0], DEVICE, wrong[1])
+        with pytest.raises(LayoutError, match="from_group: mesh must be given for several groups"):
+            DeviceMesh.from_group(groups, DEVICE)
 
     simulate(4).run(run)
 

@@ -25,7 +25,7 @@ from hyper_parallel.runtime import (
 
 def group():
     """Make the communicator over all simulated ranks."""
-    return init_device_mesh("cpu", (backend_for("cpu").world_size(),)).communicator(0)
+    return init_device_mesh("cpu", (backend_for("cpu").world_size,)).communicator(0)
 
 
 @pytest.fixture
