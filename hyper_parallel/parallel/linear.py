@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel.core import Layout, Placement, Shard
+from hyper_parallel.core import Layout, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import with_layout_of
 from hyper_parallel.dtensor.moves import move, refuse_create_graph
@@ -30,34 +30,21 @@ from hyper_parallel.parallel.checks import (
     refuse_missing,
 )
 from hyper_parallel.parallel.fused import Fusing
-from hyper_parallel.parallel.linear_moves import LinearMoves, Moves
+from hyper_parallel.parallel.linear_moves import LinearEdge, Moves
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["LinearForward"]
 
 
-class LinearForward:
+class LinearForward(LinearEdge):
     """The forward of an nn.Linear under ColwiseParallel or RowwiseParallel."""
 
     shards = True
 
-    def __init__(self, module: nn.Linear, mesh: DeviceMesh, where: str, **declared: Any):
-        """Set up; `declared`: kind, input_layout, output_layout, use_local_output, even_shards."""
-        self.module, self.mesh, self.where = module, mesh, where
-        self.column: bool = declared["kind"] == "colwise"
-        self.y_place: Placement = declared["output_layout"]
-        self.use_local_output: bool = declared["use_local_output"]
-        self.sizes = (module.in_features, module.out_features)
-        self._around = LinearMoves(
-            mesh,
-            where,
-            column=self.column,
-            places=(declared["input_layout"], self.y_place),
-            sizes=self.sizes,
-            even_shards=declared["even_shards"],
-        )
-        self.block = self._around.block
-        self._simple = self._around.simple() if self.use_local_output else None
+    def __init__(self, module: nn.Linear, mesh: DeviceMesh, style: Any):
+        super().__init__(module, mesh, style)
+        self.module = module
+        self._simple = self.simple()
 
     @property
     def hands_out_features(self) -> bool:
@@ -76,8 +63,8 @@ class LinearForward:
         moves = self._simple
         if moves is None or type(input) is not torch.Tensor:
             if isinstance(input, DTensor):
-                input = self._around.arrive(input)
-            moves = self._around.of(input, learns=self.use_local_output)
+                input = self.arrive(input)
+            moves = self.moves(input)
         fusing = None if moves.fused is None else moves.fused.here()
         try:
             if torch.is_grad_enabled():
@@ -85,8 +72,7 @@ class LinearForward:
             y = self.compute(input, weight, bias, moves, fusing)[0]
         except RuntimeError:
             if moves is self._simple:
-                # Says what is wrong with a shape, in terms of the plan.
-                self._around.of(input, learns=self.use_local_output)
+                self.moves(input)  # says what is wrong with a shape, in terms of the plan
             raise
         return y if self.use_local_output else DTensor(y, _required(moves.y_layout))
 
