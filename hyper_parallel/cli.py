@@ -14,7 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.tools.doctor import environment, examine, usual_backend, without_autoload
+from hyper_parallel.tools.doctor import (
+    environment,
+    examine,
+    usual_backend,
+    version,
+    without_autoload,
+)
 from hyper_parallel.tools.tables import show_table
 
 __all__ = ["main"]
@@ -35,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hyper-parallel", description="Tools of hyper_parallel.")
+    parser.add_argument("--version", action="version", version=version("hyper-parallel"))
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser(
         "doctor",

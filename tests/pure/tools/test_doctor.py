@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -33,6 +34,12 @@ def run(*arguments: str, without: tuple[str, ...]) -> subprocess.CompletedProces
     """Run the command line with some packages missing."""
     code = BLOCK.format(names=without, arguments=list(arguments))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_line_has_a_version():
+    done = run("--version", without=("torch", "numpy"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == importlib.metadata.version("hyper-parallel")
 
 
 def test_the_doctor_works_without_torch_and_numpy():
