@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hyper_parallel.core.estimate import align
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.tools.doctor import (
     environment,
@@ -21,7 +22,6 @@ from hyper_parallel.tools.doctor import (
     version,
     without_autoload,
 )
-from hyper_parallel.tools.tables import show_table
 
 __all__ = ["main"]
 
@@ -141,6 +141,31 @@ def _show(found: dict[str, Any], reports: list[Any]) -> None:
         show_table("Conformance (numbers of checks)", suite.table(reports))
     for problem in found["problems"]:
         print(f"PROBLEM {problem}")
+
+
+def show_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print a heading and rows: by rich where it is installed, else as aligned text."""
+    columns = zip(*rows, strict=True)
+    sides = "".join(">" if all(map(_is_number, column[1:])) else "<" for column in columns)
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError:
+        print(title, align(rows, sides), "", sep="\n")
+        return
+    console, table = Console(), Table(title=title, title_justify="left")
+    for heading, side in zip(rows[0], sides, strict=True):
+        table.add_column(heading, justify="right" if side == ">" else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    console.print(table)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "").replace("-", "").isdigit() or not text
 
 
 def _backends(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

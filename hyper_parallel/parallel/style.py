@@ -5,7 +5,7 @@
 `shard_param`, then `install_forward`. The installed forward runs `transform_inputs_pre_forward`,
 the module's own forward inside `context_around_forward`, and `transform_output_post_forward`. Each
 may be overridden on its own. Where `should_use_local_tensors` says so (and the module's forward is
-the plain one), a fused local form replaces these three.
+that of nn.Linear), a fused local form replaces these three.
 """
 
 from __future__ import annotations

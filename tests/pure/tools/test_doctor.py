@@ -14,7 +14,6 @@ import pytest
 from hyper_parallel import cli
 from hyper_parallel.conformance.worlds import WORLDS
 from hyper_parallel.tools import doctor
-from hyper_parallel.tools.tables import show_table
 
 BLOCK = """
 import sys
@@ -117,7 +116,7 @@ def test_variables_are_as_before_after_the_block(monkeypatch):
 
 
 def test_the_tables_print_text_that_looks_like_markup(capsys):
-    show_table("Title", [("name", "number"), ("all_reduce[sum]", "1.5")])
+    cli.show_table("Title", [("name", "number"), ("all_reduce[sum]", "1.5")])
     assert "all_reduce[sum]" in capsys.readouterr().out
 
 
