@@ -23,12 +23,8 @@ from hyper_parallel.core import Layout, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import with_layout_of
 from hyper_parallel.dtensor.moves import move, refuse_create_graph
-from hyper_parallel.parallel.checks import (
-    is_watched,
-    keep_out_of_compile,
-    local_shard,
-    refuse_missing,
-)
+from hyper_parallel.errors import PlanError, describe
+from hyper_parallel.parallel.checks import is_watched, keep_out_of_compile, local_shard
 from hyper_parallel.parallel.fused import Fusing
 from hyper_parallel.parallel.linear_moves import LinearEdge, Moves
 from hyper_parallel.runtime import DeviceMesh
@@ -59,7 +55,7 @@ class LinearForward(LinearEdge):
         try:
             weight, bias = params["weight"], params["bias"]
         except KeyError as name:
-            refuse_missing(name, self.where)
+            raise self._missing(name) from None
         moves = self._simple
         if moves is None or type(input) is not torch.Tensor:
             if isinstance(input, DTensor):
@@ -75,6 +71,17 @@ class LinearForward(LinearEdge):
                 self.moves(input)  # says what is wrong with a shape, in terms of the plan
             raise
         return y if self.use_local_output else DTensor(y, _required(moves.y_layout))
+
+    def _missing(self, name: KeyError) -> PlanError:
+        """Give the error of a module that lost a parameter, to a parametrization for example."""
+        return PlanError(
+            describe(
+                self.where,
+                "the module must keep the parameters that the style made",
+                "Parametrize the module by hand, or leave it out of the plan",
+                missing=str(name),
+            )
+        )
 
     def compute(
         self, x: torch.Tensor, weight: Any, bias: Any, moves: Moves, fusing: Fusing | None

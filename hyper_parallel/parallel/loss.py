@@ -161,7 +161,9 @@ class Loss:
                     )
                 )
             target = FromLocal.apply(DTensor, target, layout.replicated, None)
-        return redistributed(target, layout).to_local()
+        if target._layout != layout:  # type: ignore[union-attr]
+            target = redistributed(target, layout)
+        return target.to_local()  # type: ignore[union-attr]
 
     def _checked_weight(self, dtype: torch.dtype) -> Tensor | None:
         """Refuse what F.cross_entropy would refuse; give the class weights, whole."""
