@@ -9,6 +9,7 @@ the same on every rank) fails the test.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +17,11 @@ import numpy as np
 
 from hyper_parallel.backends.numpy import NumpyOps
 from hyper_parallel.core import AbstractMesh
-from hyper_parallel.runtime import Capabilities, DeviceMesh, calls, override_backend
-from hyper_parallel.runtime.baton import Baton, current_rank
+from hyper_parallel.runtime import Capabilities, DeviceMesh, override_backend
 
 Array = np.ndarray[Any, Any]
 Call = tuple[Any, ...]
+TIMEOUT_SECONDS = 100.0  # a loaded machine may stall for a while; pytest stops a test at 120
 GARBAGE = 77
 
 _REDUCE: dict[str, Callable[[Array, Array], Array]] = {
@@ -38,29 +39,103 @@ def reduce_all(arrays: Sequence[Array], op: str) -> Array:
     return np.array(functools.reduce(_REDUCE[op], arrays))
 
 
+class _Arrival:
+    """One rank waiting in a collective."""
+
+    def __init__(self, index: int, call: Call, value: Any) -> None:
+        self.index, self.call, self.value = index, call, value
+        self.result: Any = None
+        self.error: str | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
+
+
 class World:
     """N ranks, each a thread while `run` runs."""
 
     def __init__(self, size: int, **capabilities: bool) -> None:
-        self.capabilities = Capabilities(checks_calls=True, **capabilities)  # by the baton
+        self.size = size
+        self.capabilities = Capabilities(checks_calls=True, **capabilities)  # by _finish
         self.calls: list[list[Call]] = [[] for _ in range(size)]
-        self.baton = Baton(size)
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[int, ...], list[_Arrival]] = {}
+        self._ended: set[int] = set()
+        self._failed: str | None = None
 
     def run(self, work: Callable[[int, DeviceMesh], Any], mesh: AbstractMesh) -> list[Any]:
         """Call `work(rank, mesh)` on every rank of the world; the first error is raised here."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
 
-        def one() -> Any:
-            rank = current_rank()
-            assert rank is not None
+        def target(rank: int) -> None:
             backend = LockstepBackend(self, rank)
-            with override_backend(backend):
-                return work(rank, DeviceMesh.attached(mesh, backend, None))
+            try:
+                with override_backend(backend):
+                    results[rank] = work(rank, DeviceMesh.attached(mesh, backend, None))
+            except BaseException as error:
+                errors.append(error)
+                self._leave(rank, error)
+            else:
+                self._leave(rank, None)
 
-        outcomes = self.baton.run(one, stop_early=True)
-        failed = [outcome for outcome in outcomes if outcome.error is not None]
-        if failed:
-            raise min(failed, key=lambda outcome: outcome.order).error
-        return [outcome.value for outcome in outcomes]
+        self._ended.clear()
+        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def meet(self, ranks: tuple[int, ...], me: _Arrival, combine: Callable[..., list[Any]]) -> Any:
+        """Wait for the group's other ranks; the last to arrive computes everyone's result."""
+        with self._lock:
+            gone = self._ended.intersection(ranks)
+            if gone:
+                self._failed = self._failed or f"{me.call}: ranks {sorted(gone)} have ended"
+            if self._failed:
+                raise AssertionError(self._failed)
+            arrived = self._waiting.setdefault(ranks, [])
+            arrived.append(me)
+            complete = len(arrived) == len(ranks)
+            if complete:
+                del self._waiting[ranks]
+        if complete:
+            _finish(arrived, combine)
+        if not me.done.acquire(timeout=TIMEOUT_SECONDS):
+            raise AssertionError(f"the ranks {ranks} never met in {me.call}")
+        if me.error is not None:
+            raise AssertionError(me.error)
+        return me.result
+
+    def _leave(self, rank: int, error: BaseException | None) -> None:
+        """Wake whoever waits for a rank that will not come."""
+        with self._lock:
+            self._ended.add(rank)
+            if error is None and not any(rank in ranks for ranks in self._waiting):
+                return
+            self._failed = self._failed or f"rank {rank} ended: {error!r}"
+            for arrival in (a for arrived in self._waiting.values() for a in arrived):
+                arrival.error = self._failed
+                arrival.done.release()
+            self._waiting.clear()
+
+
+def _finish(arrived: list[_Arrival], combine: Callable[..., list[Any]]) -> None:
+    arrived.sort(key=lambda arrival: arrival.index)
+    error: str | None = None
+    results: list[Any] = [None] * len(arrived)
+    if len({arrival.call for arrival in arrived}) != 1:
+        error = f"ranks disagree: {[arrival.call for arrival in arrived]}"
+    else:
+        try:
+            results = combine([arrival.value for arrival in arrived])
+        except Exception as caught:
+            error = f"{arrived[0].call} failed: {caught!r}"
+    for arrival, result in zip(arrived, results, strict=True):
+        arrival.error, arrival.result = error, result
+        arrival.done.release()
 
 
 class _Later:
@@ -83,8 +158,7 @@ class Group:
         if async_op:
             return _Later(lambda: self._meet(call, value, combine))
         self._world.calls[self._me].append((self._axis, *call))
-        agreed = calls.Call.of(call[0], facts=call[1:])
-        return self._world.baton.exchange(self.ranks, agreed, value, combine=combine)
+        return self._world.meet(self.ranks, _Arrival(self.rank, call, value), combine)
 
     def all_reduce(self, x: Array, op: str = "sum", *, async_op: bool = False) -> Any:
         _check_given(x)
