@@ -10,11 +10,11 @@ row is a training step of an MLP of two parallel Linears: two collectives and ei
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from _harness import burst
 from torch import nn
 
 from hyper_parallel import (
@@ -46,13 +46,6 @@ CASES: dict[str, Callable[[DeviceMesh], Callable[[], object]]] = {
 }
 
 
-def _burst(call: Callable[[], object], num_calls: int) -> float:
-    start = time.process_time()
-    for _ in range(num_calls):
-        call()
-    return (time.process_time() - start) / num_calls
-
-
 def _measure(calls: list[Callable[[], object]], repeats: int, num_calls: int) -> list[list[float]]:
     """Give the seconds per call of each variant, one figure a burst."""
     times: list[list[float]] = [[] for _ in calls]
@@ -60,7 +53,7 @@ def _measure(calls: list[Callable[[], object]], repeats: int, num_calls: int) ->
         order = range(len(calls)) if repeat % 2 else reversed(range(len(calls)))
         for i in order:
             dist.barrier()
-            seconds = _burst(calls[i], num_calls)
+            seconds = burst(calls[i], num_calls)
             if repeat:  # the first round warms up
                 times[i].append(seconds)
     return times

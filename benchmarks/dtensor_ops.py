@@ -14,21 +14,17 @@ takes more. Clipping is compared with clipping written by hand, which reduces a 
 Bursts, order and columns are those of host_overhead.py.
 """
 
-import argparse
-import json
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+import _harness
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
 import torch.nn.functional as F
-from _harness import Candidate, Row, measure, row_of
-from rich.console import Console
+from _harness import Candidate, Row
 from rich.table import Table
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hyper_parallel as ours
 
@@ -65,18 +61,12 @@ def _placed(api: object, mesh: object, local: Tensor, cut: int | None) -> Tensor
     return api.DTensor.from_local(local, mesh, [placement], run_check=False).detach()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-        return tensor.wait() if hasattr(tensor, "wait") else tensor
-
-
 def _check_same(case: str, results: dict[str, Sequence[Tensor]]) -> None:
     """Refuse to time variants that differ in their local results."""
-    expected = [_local(tensor) for tensor in results[PLAIN]]
+    expected = [_harness.local_of(tensor) for tensor in results[PLAIN]]
     for name, tensors in results.items():
         for got, want in zip(tensors, expected, strict=True):
-            local = _local(got)
+            local = _harness.local_of(got)
             if local.shape != want.shape or not torch.allclose(local, want, rtol=1e-4, atol=1e-5):
                 raise SystemExit(f"{case}: {name} must equal {PLAIN}, but got {local=}, {want=}.")
 
@@ -228,40 +218,23 @@ def _table(cases: dict[str, list[Row]]) -> Table:
     return table
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=tuple(CASES), help="one group of cases")
-    parser.add_argument("--repeats", type=int, default=100, help="bursts per variant (100)")
-    parser.add_argument("--quick", action="store_true", help="6 short bursts: is it running?")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Run the cases that were asked for and print a table."""
-    options = _arguments()
-    num_repeats, burst = (6, 0.001) if options.quick else (max(3, options.repeats), 0.004)
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
-    handle = dist.device_mesh.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
-    mesh = ours.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
-    meshes = {TORCH: (theirs, handle), OURS: (ours, mesh)}
+    parser = _harness.make_parser(__doc__, repeats=100)
+    parser.add_argument("--only", choices=tuple(CASES), help="one group of cases")
+    options = parser.parse_args()
     found: dict[str, list[Row]] = {}
-    for group in [options.only] if options.only else CASES:
-        make, names = CASES[group]
-        for name in names:
-            candidates = make(name, meshes)
-            measure(candidates, num_repeats=num_repeats, burst_seconds=burst)
-            found[name] = [row_of(candidate, candidates[0]) for candidate in candidates]
-    about = {"torch": torch.__version__, "python": platform.python_version()}
-    console = Console(width=None if Console().is_terminal else 110)
-    console.print(f"torch {about['torch']}, Python {about['python']}, rank 0 of {NUM_RANKS}")
-    console.print(_table(found))
-    dist.destroy_process_group()
-    if options.json:
-        cases = {name: [asdict(row) for row in rows] for name, rows in found.items()}
-        with open(options.json, "w", encoding="ascii") as file:
-            json.dump(about | {"repeats": num_repeats, "cases": cases}, file, indent=2)
+    with _harness.fake_rank(NUM_RANKS):
+        handle = dist.device_mesh.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
+        mesh = ours.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
+        meshes = {TORCH: (theirs, handle), OURS: (ours, mesh)}
+        for group in [options.only] if options.only else CASES:
+            make, names = CASES[group]
+            for name in names:
+                candidates = make(name, meshes)
+                found[name] = _harness.measure(candidates, **_harness.effort(options))
+    cases = {name: [asdict(row) for row in rows] for name, rows in found.items()}
+    _harness.report(options, f"rank 0 of {NUM_RANKS}", [_table(found)], cases)
 
 
 if __name__ == "__main__":

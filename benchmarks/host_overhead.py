@@ -16,20 +16,17 @@ interleaved thirds of the repeats.
 """
 
 import argparse
-import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict
 from types import ModuleType
 
+import _harness
 import torch
 import torch.distributed as dist
-from _harness import Candidate, Row, count_collectives, measure, row_of
+from _harness import Candidate, Row
 from megatron_reference import COLUMN, MODELS, ROW, Sizes, add_collectives, local_state
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NUM_RANKS = 8
 RANK = 0
@@ -108,21 +105,15 @@ def _make_call(model: nn.Module, x: Tensor, *, training: bool) -> Callable[[], T
     return train if training else infer
 
 
-def _as_local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-        return tensor.wait() if hasattr(tensor, "wait") else tensor
-
-
 def _results(candidate: Candidate, *, training: bool) -> dict[str, Tensor]:
     """Return by name the output, the local parameters and, in training, the local gradients."""
-    results = {"output": _as_local(candidate.call())}
+    results = {"output": _harness.local_of(candidate.call())}
     for name, parameter in candidate.model.named_parameters():
-        results[name] = _as_local(parameter)
+        results[name] = _harness.local_of(parameter)
         if training and parameter.grad is not None:
-            results[f"{name}.grad"] = _as_local(parameter.grad)
+            results[f"{name}.grad"] = _harness.local_of(parameter.grad)
     if training:
-        results["input.grad"] = _as_local(candidate.x.grad)
+        results["input.grad"] = _harness.local_of(candidate.x.grad)
     return results
 
 
@@ -151,9 +142,7 @@ def _check_same_work(candidates: list[Candidate], *, training: bool) -> None:
                 )
 
 
-def run_case(
-    model: str, mode: str, *, names: list[str], num_repeats: int, burst_seconds: float
-) -> list[Row]:
+def run_case(model: str, mode: str, *, names: list[str], **effort: float) -> list[Row]:
     """Measure the named variants of one model of `MODELS` in "inference" or "training"."""
     training = mode == "training"
     candidates = []
@@ -164,11 +153,9 @@ def run_case(
         x = torch.randn(SIZES.batch, SIZES.sequence, SIZES.hidden, requires_grad=training)
         call = _make_call(built, x, training=training)
         call()
-        candidates.append(Candidate(name, call, count_collectives(call), built, x))
+        candidates.append(Candidate(name, call, _harness.count_collectives(call), built, x))
     _check_same_work(candidates, training=training)
-    measure(candidates, num_repeats=num_repeats, burst_seconds=burst_seconds)
-    baseline = next(candidate for candidate in candidates if candidate.name == BASELINE)
-    return [row_of(candidate, baseline) for candidate in candidates]
+    return _harness.measure(candidates, baseline=BASELINE, **effort)
 
 
 def _table(title: str, rows: list[Row]) -> Table:
@@ -192,15 +179,12 @@ def _table(title: str, rows: list[Row]) -> Table:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = _harness.make_parser(__doc__, repeats=200)
     parser.add_argument("--only", choices=tuple(MODELS), help="one model instead of both")
     parser.add_argument("--mode", choices=("inference", "training"), help="one mode only")
     parser.add_argument(
         "--skip", action="append", default=[], choices=tuple(VARIANTS), help="leave a variant out"
     )
-    parser.add_argument("--repeats", type=int, default=200, help="bursts per variant (200)")
-    parser.add_argument("--quick", action="store_true", help="6 short bursts: is it running?")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser.parse_args()
 
 
@@ -208,28 +192,16 @@ def main() -> None:
     """Run the cases that were asked for and print a table of each."""
     options = _arguments()
     names = [name for name in VARIANTS if name == BASELINE or name not in options.skip]
-    num_repeats, burst_seconds = (6, 0.001) if options.quick else (max(3, options.repeats), 0.004)
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=NUM_RANKS)
-    console = Console(width=None if Console().is_terminal else 110)
-    python = platform.python_version()
-    console.print(
-        f"torch {torch.__version__}, Python {python}, rank {RANK} of {NUM_RANKS}, {SIZES}"
-    )
-    cases = []
-    for model in [options.only] if options.only else MODELS:
-        for mode in [options.mode] if options.mode else ("inference", "training"):
-            rows = run_case(
-                model, mode, names=names, num_repeats=num_repeats, burst_seconds=burst_seconds
-            )
-            console.print(_table(f"{model}, {mode}", rows))
-            cases.append({"model": model, "mode": mode, "rows": [asdict(row) for row in rows]})
-    dist.destroy_process_group()
-    if options.json:
-        about = {"torch": torch.__version__, "python": python, "num_ranks": NUM_RANKS}
-        about |= {"sizes": asdict(SIZES), "repeats": num_repeats, "baseline": BASELINE}
-        with open(options.json, "w", encoding="ascii") as file:
-            json.dump(about | {"cases": cases}, file, indent=2)
+    cases, tables = [], []
+    with _harness.fake_rank(NUM_RANKS):
+        for model in [options.only] if options.only else MODELS:
+            for mode in [options.mode] if options.mode else ("inference", "training"):
+                rows = run_case(model, mode, names=names, **_harness.effort(options))
+                tables.append(_table(f"{model}, {mode}", rows))
+                cases.append({"model": model, "mode": mode, "rows": [asdict(row) for row in rows]})
+    about = f"rank {RANK} of {NUM_RANKS}, {SIZES}"
+    facts = {"num_ranks": NUM_RANKS, "sizes": asdict(SIZES), "baseline": BASELINE}
+    _harness.report(options, about, tables, cases, **facts)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import json
 import resource
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _harness import Collectives, fake_rank
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -27,8 +27,6 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel import (
     DTensor,
@@ -40,26 +38,6 @@ from hyper_parallel import (
 )
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class FilledBytes(TorchDispatchMode):
-    """Add up the bytes of what collectives fill, by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filled: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Let DTensors unfold first, so that what they issue comes back here.
-        if any(issubclass(kind, (DTensor, TorchDTensor)) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        if "c10d" in func.namespace and not func.__name__.startswith(("wait", "_wrap")):
-            filled = args[0] if func.namespace == "c10d" else result
-            while isinstance(filled, (list, tuple)):
-                filled = filled[0]
-            self.filled[func.__name__.strip("_").partition(".")[0]] += filled.nbytes
-        return result
 
 
 def mesh():
@@ -103,9 +81,8 @@ VARIANTS: dict[str, Loss] = {
 }
 
 
-def run_one(name: str, args: argparse.Namespace) -> dict[str, object]:
+def run_one(name: str, args: argparse.Namespace) -> dict[str, int]:
     """Run one variant twice: the first time loads code, the second is measured."""
-    dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
     torch.set_default_device(args.device)
     torch.manual_seed(0)
     x = torch.randn(args.rows, args.hidden).requires_grad_()
@@ -115,10 +92,10 @@ def run_one(name: str, args: argparse.Namespace) -> dict[str, object]:
     step(VARIANTS[name], x[small].detach().requires_grad_(), w, target[small])
     x.grad = torch.zeros_like(x)
     before = taken(args.device)
-    with FilledBytes() as counted:
+    with Collectives() as seen:
         step(VARIANTS[name], x, w, target)
     peak = taken(args.device, at_most=True)
-    return {"peak": peak - before, "filled": dict(counted.filled)}
+    return {"peak": peak - before, "filled": sum(seen.filled.values())}
 
 
 def step(loss: Loss, x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> None:
@@ -148,7 +125,8 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(run_one(args.one, args)))
+        with fake_rank(args.ranks):
+            print(json.dumps(run_one(args.one, args)))
         return
     whole, own = (args.rows * args.vocab * 4 / n / 2**20 for n in (1, args.ranks))
     table = Table(title=f"logits: whole {whole:.0f} MiB, of one rank {own:.0f} MiB")
@@ -157,7 +135,7 @@ def main() -> None:
     for name in VARIANTS:
         command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
         found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        filled = sum(found["filled"].values()) / 2**20
+        filled = found["filled"] / 2**20
         table.add_row(name, f"{found['peak'] / 2**20:.0f}", f"{filled:.2f}")
     Console().print(table)
 

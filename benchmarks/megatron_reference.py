@@ -11,7 +11,7 @@ Letters in tensor names: B batch, S sequence, D hidden, F intermediate, N query 
 value heads, H head size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,8 @@ class Sizes:
 
     def shard(self, num_ranks: int) -> "Sizes":
         """Return the sizes of the column-parallel outputs on one rank."""
-        return Sizes(
-            hidden=self.hidden,
-            intermediate=self.intermediate // num_ranks,
-            num_heads=self.num_heads // num_ranks,
-            num_kv_heads=self.num_kv_heads // num_ranks,
-            head_size=self.head_size,
-            sequence=self.sequence,
-            batch=self.batch,
-        )
+        split = ("intermediate", "num_heads", "num_kv_heads")
+        return replace(self, **{name: getattr(self, name) // num_ranks for name in split})
 
 
 class GatedMLP(nn.Module):
@@ -172,25 +165,17 @@ class _RowLinear(nn.Linear):
         return _reduce_from_ranks(functional.linear(x, self.weight), self.group)
 
 
-class _SharedCopyMLP(GatedMLP):
-    """Gated MLP with one f for gate and up."""
+def _with_shared_copy(block: type[nn.Module]) -> type[nn.Module]:
+    """Return the block with one f for all its column-parallel linears."""
 
-    group: dist.ProcessGroup
+    class SharedCopy(block):
+        def forward(self, x_BSD: Tensor) -> Tensor:
+            return super().forward(_copy_to_ranks(x_BSD, self.group))
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return super().forward(_copy_to_ranks(x_BSD, self.group))
-
-
-class _SharedCopyAttention(Attention):
-    """Attention with one f for q, k and v."""
-
-    group: dist.ProcessGroup
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return super().forward(_copy_to_ranks(x_BSD, self.group))
+    return SharedCopy
 
 
-_SHARED_COPY = {GatedMLP: _SharedCopyMLP, Attention: _SharedCopyAttention}
+_SHARED_COPY = {block: _with_shared_copy(block) for block in (GatedMLP, Attention)}
 
 
 def add_collectives(local_model: nn.Module, group: dist.ProcessGroup, *, per_block: bool) -> None:

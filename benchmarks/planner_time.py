@@ -13,18 +13,15 @@ minima.
 """
 
 import argparse
-import logging
 import math
 import warnings
 
 import torch
-import torch.distributed as dist
-from _harness import Candidate, measure, row_of
+from _harness import Candidate, fake_rank, measure
+from torch.distributed import tensor as torch_api
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import _redistribute as planner
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hyper_parallel import core
 from hyper_parallel.core.search import cheapest_way
@@ -38,15 +35,16 @@ PAIRS = {
 MESHES = ((8,), (2, 4), (2, 2, 2), (1024,), (8, 128), (2, 4, 128))
 
 
-def our_placements(names: str) -> tuple[core.Placement, ...]:
-    made = {"R": core.Replicate(), "P": core.Partial()}
-    return tuple(made.get(name) or core.Shard(int(name)) for name in names)
+def placements(api, names: str) -> tuple:
+    """Write placements of either library."""
+    made = {"R": api.Replicate(), "P": api.Partial()}
+    return tuple(made.get(name) or api.Shard(int(name)) for name in names)
 
 
 def our_calls(mesh_shape: tuple[int, ...], src: str, dst: str):
     mesh = core.AbstractMesh("cpu", mesh_shape)
-    begin = core.Layout(mesh, our_placements(src), SHAPE)
-    target = our_placements(dst)
+    begin = core.Layout(mesh, placements(core, src), SHAPE)
+    target = placements(core, dst)
 
     def cached():
         return core.plan(begin, core.Layout.of(mesh, target, SHAPE))
@@ -60,15 +58,10 @@ def our_calls(mesh_shape: tuple[int, ...], src: str, dst: str):
     return cold, cached
 
 
-def torch_placements(names: str) -> tuple:
-    made = {"R": Replicate(), "P": Partial()}
-    return tuple(made.get(name) or Shard(int(name)) for name in names)
-
-
 def torch_calls(mesh_shape: tuple[int, ...], src: str, dst: str):
     mesh = init_device_mesh("cpu", mesh_shape)
     meta = TensorMeta(torch.Size(SHAPE), (SHAPE[1], 1), torch.float32)
-    begin, target = DTensorSpec(mesh, torch_placements(src), meta), torch_placements(dst)
+    begin, target = DTensorSpec(mesh, placements(torch_api, src), meta), placements(torch_api, dst)
 
     def cached():
         end = DTensorSpec(mesh, target, tensor_meta=meta)
@@ -89,26 +82,26 @@ def main() -> None:
     parser.add_argument("--mesh", help="one mesh shape, such as 2,4")
     options = parser.parse_args()
     meshes = [tuple(map(int, options.mesh.split(",")))] if options.mesh else MESHES
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # torch says where it would like a flattened mesh
-    size = max(map(math.prod, meshes))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     print("mesh          move          when    ours: min median   torch: min median  ours/torch")
-    for mesh_shape in meshes:
-        for src, dst in PAIRS[len(mesh_shape)]:
-            ours, theirs = (make(mesh_shape, src, dst) for make in (our_calls, torch_calls))
-            for when, mine, its in zip(("cold", "cached"), ours, theirs, strict=True):
-                two = [Candidate("ours", mine), Candidate("torch", its)]
-                measure(two, num_repeats=options.repeats, burst_seconds=0.003)
-                a, b = (row_of(candidate, two[1]) for candidate in two)
-                print(
-                    f"{mesh_shape!s:13} {src + ' -> ' + dst:13} {when:7}"
-                    f" {a.min_us:8.1f} {a.median_us:8.1f}   {b.min_us:8.1f} {b.median_us:8.1f}"
-                    f"   {a.ratio_of_mins:.3f}",
-                    flush=True,
-                )
-    dist.destroy_process_group()
+    with fake_rank(max(map(math.prod, meshes))):
+        for mesh_shape in meshes:
+            for src, dst in PAIRS[len(mesh_shape)]:
+                compare(mesh_shape, src, dst, options.repeats)
+
+
+def compare(mesh_shape: tuple[int, ...], src: str, dst: str, repeats: int) -> None:
+    """Time one pair and print two lines."""
+    ours, theirs = (make(mesh_shape, src, dst) for make in (our_calls, torch_calls))
+    for when, mine, its in zip(("cold", "cached"), ours, theirs, strict=True):
+        two = [Candidate("ours", mine), Candidate("torch", its)]
+        a, b = measure(two, num_repeats=repeats, burst_seconds=0.003, baseline="torch")
+        print(
+            f"{mesh_shape!s:13} {src + ' -> ' + dst:13} {when:7}"
+            f" {a.min_us:8.1f} {a.median_us:8.1f}   {b.min_us:8.1f} {b.median_us:8.1f}"
+            f"   {a.ratio_of_mins:.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

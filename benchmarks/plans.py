@@ -25,7 +25,6 @@ On three axes there are many pairs: 8,372 of a tensor of 2 dims, 30,800 of 3, 5 
 
 import argparse
 import itertools
-import logging
 import math
 import time
 import warnings
@@ -33,9 +32,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from _harness import fake_rank
 from _torch_plans import TorchPlanner
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hyper_parallel import core
 from hyper_parallel.core.collective import COMMUNICATING
@@ -253,21 +251,20 @@ def main() -> None:
     parser.add_argument("--search", type=int, default=20, help="search through each n-th of these")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # torch says where it would like a flattened mesh
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     meshes = [tuple(map(int, args.mesh.split(",")))] if args.mesh else MESHES
     sizes = {args.size: SHAPES[args.size]} if args.size else SHAPES
-    print(HEAD)
-    for mesh_shape, (size, shapes) in itertools.product(meshes, sizes.items()):
-        for shape in shapes:
-            if args.ndim in (None, len(shape)):
-                row(mesh_shape, size, shape, args.every, args.search)
-    for mesh_shape in meshes:
-        times = planning_times(mesh_shape, (1024, 1023), args.every)
-        print(
-            f"cold plan on {mesh_shape}: median {times[len(times) // 2]:.0f} us,"
-            f" 95% {times[len(times) * 95 // 100]:.0f} us"
-        )
+    with fake_rank(8):
+        print(HEAD)
+        for mesh_shape, (size, shapes) in itertools.product(meshes, sizes.items()):
+            for shape in shapes:
+                if args.ndim in (None, len(shape)):
+                    row(mesh_shape, size, shape, args.every, args.search)
+        for mesh_shape in meshes:
+            times = planning_times(mesh_shape, (1024, 1023), args.every)
+            print(
+                f"cold plan on {mesh_shape}: median {times[len(times) // 2]:.0f} us,"
+                f" 95% {times[len(times) * 95 // 100]:.0f} us"
+            )
 
 
 if __name__ == "__main__":

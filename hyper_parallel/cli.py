@@ -13,9 +13,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hyper_parallel.core.estimate import align
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.tools.doctor import environment, examine, usual_backend, without_autoload
-from hyper_parallel.tools.tables import show_table
+from hyper_parallel.tools.doctor import (
+    environment,
+    examine,
+    usual_backend,
+    version,
+    without_autoload,
+)
 
 __all__ = ["main"]
 
@@ -35,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hyper-parallel", description="Tools of hyper_parallel.")
+    parser.add_argument("--version", action="version", version=str(version("hyper-parallel")))
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser(
         "doctor",
@@ -134,6 +141,31 @@ def _show(found: dict[str, Any], reports: list[Any]) -> None:
         show_table("Conformance (numbers of checks)", suite.table(reports))
     for problem in found["problems"]:
         print(f"PROBLEM {problem}")
+
+
+def show_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print a heading and rows: by rich where it is installed, else as aligned text."""
+    columns = zip(*rows, strict=True)
+    sides = "".join(">" if all(map(_is_number, column[1:])) else "<" for column in columns)
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError:
+        print(title, align(rows, sides), "", sep="\n")
+        return
+    console, table = Console(), Table(title=title, title_justify="left")
+    for heading, side in zip(rows[0], sides, strict=True):
+        table.add_column(heading, justify="right" if side == ">" else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    console.print(table)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "").replace("-", "").isdigit() or not text
 
 
 def _backends(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

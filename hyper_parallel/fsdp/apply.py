@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.core import Placement
+from hyper_parallel.core import Layout, Placement
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import to_torch, torch_placement
 from hyper_parallel.errors import LayoutError, describe
-from hyper_parallel.fsdp.checks import check_layout, check_sizes
 from hyper_parallel.fsdp.meshes import read_data_mesh, sibling_handles
 from hyper_parallel.runtime import DeviceMesh
 
@@ -81,7 +80,7 @@ def _check_ours(managed: list[Entry], data: DeviceMesh, kwargs: dict[str, Any]) 
     """Refuse what FSDP2 would refuse or do wrongly; give torch's meshes as sibling_handles does."""
     ours = [(path, param) for path, _, _, param in managed if isinstance(param, DTensor)]
     for path, param in ours:
-        check_layout(path, param)
+        _check_layout(path, param)
     if kwargs.get("dp_mesh_dims") is not None:  # then `data` is the whole mesh
         return data.handle, None
     handles = sibling_handles(data, [(path, param.device_mesh) for path, param in ours])
@@ -89,8 +88,46 @@ def _check_ours(managed: list[Entry], data: DeviceMesh, kwargs: dict[str, Any]) 
     for path, param in ours:
         answer = None if choose is None else choose(param)
         if not hasattr(answer, "placement"):  # else it names a mesh of its own, too
-            check_sizes(path, param.layout, getattr(answer, "dim", 0), data.shape[-1])
+            _check_sizes(path, param.layout, getattr(answer, "dim", 0), data.shape[-1])
     return handles
+
+
+def _check_layout(path: str, param: DTensor) -> None:
+    """Refuse a parameter whose layout torch has no words for."""
+    if param.layout.has_partial:
+        raise LayoutError(
+            describe(
+                "fully_shard",
+                f"parameter {path!r} must not be a pending reduction",
+                "Redistribute it to Replicate or Shard first",
+                placements=param.placements,
+            )
+        )
+    try:
+        to_torch(param)
+    except LayoutError as error:
+        raise LayoutError(f"fully_shard: parameter {path!r}: {error}") from error
+
+
+def _check_sizes(path: str, layout: Layout, dim: int, num_shards: int) -> None:
+    """Refuse local parts that FSDP2 cannot cut in `num_shards` along `dim`, on any rank.
+
+    It pads only dim 0, and loses the sizes of a part that is empty in another dim than `dim`.
+    """
+    dim = dim % max(layout.ndim, 1)
+    parts = {rank: layout.local_shape(rank) for rank in layout.mesh.ranks}
+    uneven = dim > 0 and any(shape[dim] % num_shards for shape in parts.values())
+    lost = any(shape[dim] and 0 in shape for shape in parts.values() if shape)
+    if uneven:
+        must = f"every local part of parameter {path!r} must divide by {num_shards} in dim {dim}"
+        do = "Let FSDP2 cut dim 0, which may be uneven, or choose a size that divides"
+    elif lost:
+        must = f"no local part of parameter {path!r} may be empty in another dim than {dim}"
+        do = "Use fewer tensor-parallel ranks, or leave the module out of the plan"
+    else:
+        return
+    shapes = sorted(set(parts.values()), reverse=True)
+    raise LayoutError(describe("fully_shard", must, do, layout=layout, local_shapes=shapes))
 
 
 def _managed(modules: list[nn.Module]) -> Iterator[Entry]:

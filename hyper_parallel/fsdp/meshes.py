@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two meshes of 2-D sharding as FSDP2 wants them: slices of one torch mesh.
 
-[Note: siblings] FSDP2 joins the data mesh and a parameter's mesh to the mesh of the sharded
+[Note: sibling meshes] FSDP2 joins the data mesh and a parameter's mesh to the mesh of the sharded
 parameter, which works for slices of one root. A flattened mesh of ours, and slices in another order
 of axes, are torch meshes of their own on the right groups; a root is built over these groups then.
 No process group is made.

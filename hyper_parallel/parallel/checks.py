@@ -21,7 +21,6 @@ __all__ = [
     "is_watched",
     "keep_out_of_compile",
     "local_shard",
-    "refuse_missing",
     "refuse_other_mesh",
     "relocate",
 ]
@@ -82,22 +81,6 @@ def keep_out_of_compile(
 def is_watched() -> bool:
     """Tell whether torch.compile traces this call, or watches the frames that it makes."""
     return is_compiling() or callable(_compile_callback())
-
-
-def refuse_missing(name: object, where: str) -> NoReturn:
-    """Refuse a module that lost a parameter, to a parametrization for example.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(
-        describe(
-            where,
-            "the module must keep the parameters that the style made",
-            "Parametrize the module by hand, or leave it out of the plan",
-            missing=str(name),
-        )
-    )
 
 
 def refuse_other_mesh(tensor: DTensor, mesh: DeviceMesh, where: str) -> None:

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hyper_parallel.core import Layout
 from hyper_parallel.core.estimate import align
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.fused import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, find_fused
@@ -128,32 +127,22 @@ def fused_collectives() -> Generator[FusedCalls, None, None]:
         _here.calls = before
 
 
+@dataclass(frozen=True, slots=True)
 class FusedSide:
     """The side of a Linear where a collective meets the matmul; see [Note: fused collectives].
 
-    `dim` is cut there, None for a sum that all ranks get. The ranks' parts of `layouts` must be
-    equal for kernels.
+    `dim` is cut there, None for a sum that all ranks get; kernels need parts that are even.
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, where: str, dim: int | None, layouts: tuple[Layout, ...]
-    ) -> None:
-        self.mesh, self.where, self.dim, self._layouts = mesh, where, dim, layouts
-        self._is_even: bool | None = None
+    mesh: DeviceMesh
+    where: str
+    dim: int | None
+    is_even: bool
 
     def here(self) -> Fusing | None:
         """Give what runs the kernels of a call that begins now; None outside of all blocks."""
         calls = _here.calls
         return None if calls is None else Fusing(self, calls, torch.is_grad_enabled())
-
-    def is_even(self) -> bool:
-        """Tell whether all ranks have parts of one size."""
-        if self._is_even is None:
-            self._is_even = all(
-                len({layout.local_shape(rank) for rank in self.mesh.ranks}) == 1
-                for layout in self._layouts
-            )
-        return self._is_even
 
     def front(self, x: Tensor) -> Tensor:
         """Bring the cut dim to the front."""
@@ -206,7 +195,7 @@ class Fusing(NamedTuple):
             return "kernels of this kind are for inference, and gradients are recorded"
         if not x.dim() or x.shape[-1] != w.shape[0]:
             return "the matrices must fit"  # the matmul itself says more
-        if not self.side.is_even():
+        if not self.side.is_even:
             return "the ranks' parts must be of one size"
         rows = self.side.front(x).reshape(-1, x.shape[-1]).contiguous()
         return find_fused(kind, self.side.mesh, rows, w)

@@ -19,45 +19,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel.core import Layout, Placement, Shard
+from hyper_parallel.core import Layout, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import with_layout_of
 from hyper_parallel.dtensor.moves import move, refuse_create_graph
-from hyper_parallel.parallel.checks import (
-    is_watched,
-    keep_out_of_compile,
-    local_shard,
-    refuse_missing,
-)
+from hyper_parallel.errors import PlanError, describe
+from hyper_parallel.parallel.checks import is_watched, keep_out_of_compile, local_shard
 from hyper_parallel.parallel.fused import Fusing
-from hyper_parallel.parallel.linear_moves import LinearMoves, Moves
+from hyper_parallel.parallel.linear_moves import LinearEdge, Moves
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["LinearForward"]
 
 
-class LinearForward:
+class LinearForward(LinearEdge):
     """The forward of an nn.Linear under ColwiseParallel or RowwiseParallel."""
 
     shards = True
 
-    def __init__(self, module: nn.Linear, mesh: DeviceMesh, where: str, **declared: Any):
-        """Set up; `declared`: kind, input_layout, output_layout, use_local_output, even_shards."""
-        self.module, self.mesh, self.where = module, mesh, where
-        self.column: bool = declared["kind"] == "colwise"
-        self.y_place: Placement = declared["output_layout"]
-        self.use_local_output: bool = declared["use_local_output"]
-        self.sizes = (module.in_features, module.out_features)
-        self._around = LinearMoves(
-            mesh,
-            where,
-            column=self.column,
-            places=(declared["input_layout"], self.y_place),
-            sizes=self.sizes,
-            even_shards=declared["even_shards"],
-        )
-        self.block = self._around.block
-        self._simple = self._around.simple() if self.use_local_output else None
+    def __init__(self, module: nn.Linear, mesh: DeviceMesh, style: Any):
+        super().__init__(module, mesh, style)
+        self.module = module
+        self._simple = self.simple()
 
     @property
     def hands_out_features(self) -> bool:
@@ -72,12 +55,12 @@ class LinearForward:
         try:
             weight, bias = params["weight"], params["bias"]
         except KeyError as name:
-            refuse_missing(name, self.where)
+            raise self._missing(name) from None
         moves = self._simple
         if moves is None or type(input) is not torch.Tensor:
             if isinstance(input, DTensor):
-                input = self._around.arrive(input)
-            moves = self._around.of(input, learns=self.use_local_output)
+                input = self.arrive(input)
+            moves = self.moves(input)
         fusing = None if moves.fused is None else moves.fused.here()
         try:
             if torch.is_grad_enabled():
@@ -85,10 +68,20 @@ class LinearForward:
             y = self.compute(input, weight, bias, moves, fusing)[0]
         except RuntimeError:
             if moves is self._simple:
-                # Says what is wrong with a shape, in terms of the plan.
-                self._around.of(input, learns=self.use_local_output)
+                self.moves(input)  # says what is wrong with a shape, in terms of the plan
             raise
         return y if self.use_local_output else DTensor(y, _required(moves.y_layout))
+
+    def _missing(self, name: KeyError) -> PlanError:
+        """Give the error of a module that lost a parameter, to a parametrization for example."""
+        return PlanError(
+            describe(
+                self.where,
+                "the module must keep the parameters that the style made",
+                "Parametrize the module by hand, or leave it out of the plan",
+                missing=str(name),
+            )
+        )
 
     def compute(
         self, x: torch.Tensor, weight: Any, bias: Any, moves: Moves, fusing: Fusing | None

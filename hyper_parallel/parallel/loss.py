@@ -17,7 +17,7 @@ from hyper_parallel.dtensor.dispatch import served_by
 from hyper_parallel.dtensor.implicit import counts_as_replicated
 from hyper_parallel.dtensor.local_op import redistributed
 from hyper_parallel.dtensor.moves import FromLocal
-from hyper_parallel.dtensor.read import refuse_other_tensors
+from hyper_parallel.dtensor.read import refuse_other_tensors, whole_of
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.parallel.targets import (
     ClassIndices,
@@ -28,16 +28,7 @@ from hyper_parallel.parallel.targets import (
 )
 from hyper_parallel.parallel.vocab import log_softmax, loss_rows, picked_rows, sum_over
 
-__all__ = [
-    "Options",
-    "Reading",
-    "as_dtensor",
-    "entropy",
-    "finish",
-    "is_probability",
-    "loss_parallel",
-    "read_classes",
-]
+__all__ = ["Loss", "is_probability", "loss_parallel"]
 
 Tensor = torch.Tensor
 
@@ -49,9 +40,10 @@ def loss_parallel() -> Generator[None]:
     Serves F.cross_entropy and F.nll_loss, and log_softmax and softmax along a cut dim (and so
     nn.CrossEntropyLoss and the like) with all their arguments: class indices or probabilities,
     weight, ignore_index, label_smoothing, every reduction. Averages are those of the whole batch,
-    however the batch is cut. Other calls are served as always. Backward may run inside or after; a
-    function that torch.utils.checkpoint calls again must enter the context itself. It nests, and
-    ends with the block even on an exception.
+    however the batch is cut. Other calls are served as always, and plain logits count as whole: of
+    plain local ones `vocab_parallel_cross_entropy` gives the loss. Backward may run inside or
+    after; a function that torch.utils.checkpoint calls again must enter the context itself. It
+    nests, and ends with the block even on an exception.
 
     Targets are DTensors, or plain tensors where no axis cuts the batch (or inside
     implicit_replication); the weight is a DTensor, or plain and the same on all ranks.
@@ -92,28 +84,142 @@ def loss_parallel() -> Generator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Logits as the loss reads them.
+class Loss:
+    """A loss of rows of logits: where these lie, and what F.cross_entropy is told besides.
 
     Args:
-        local: [N, v], this rank's part, the classes last.
-        place: which classes these are.
+        place: which classes this rank holds.
         rows: where the rows' results lie.
         where: what was called, for errors.
+        weight: [V], a weight for each class, a DTensor or plain; or None.
+        ignore_index: the target that does not count.
+        reduction: "none", "mean" or "sum".
+        label_smoothing: between 0 and 1.
     """
 
-    local: Tensor
     place: VocabShard
     rows: Layout
     where: str = "loss_parallel"
+    weight: Any = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
 
-    @property
-    def batch_axes(self) -> tuple[int, ...]:
-        """The axes that cut the rows."""
-        return _cutting(self.rows, None)
+    def of(self, logits: Tensor, target: Any) -> Tensor:
+        """Give the local result, of logits [N, v]; probabilities are this rank's part, [N, v]."""
+        if not is_probability(target):
+            goal = self.classes(target, logits.dtype)
+            return self.finish(loss_rows(logits, None, goal), goal, logits)
+        p = target.to(accumulate_in(logits.dtype))
+        weight = self._checked_weight(logits.dtype)
+        own = None if weight is None else self.place.own(weight.to(p.dtype))
+        odds = ClassProbabilities(self.place, p, own, self.label_smoothing)
+        return self.finish(loss_rows(logits, p, odds), odds, logits)
+
+    def classes(self, target: Any, dtype: torch.dtype) -> ClassIndices:
+        """Read a target of class indices, a DTensor or plain; `dtype` is that of the logits."""
+        refuse_other_tensors(target, self.where)
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+            raise LayoutError(
+                describe(
+                    self.where,
+                    "target must be integer classes",
+                    "Cast it with long(); cross_entropy takes probabilities, too",
+                    dtype=target.dtype,
+                )
+            )
+        weight = self._checked_weight(dtype)
+        return ClassIndices.of(
+            self.bring(target, self.rows),
+            self.place,
+            accumulate_in(dtype),
+            weight=weight,
+            ignore_index=self.ignore_index,
+            smoothing=self.label_smoothing,
+        )
+
+    def bring(self, target: Any, layout: Layout) -> Tensor:
+        """Give this rank's part of a target in the layout that the loss needs."""
+        if tuple(target.shape) != layout.shape:
+            raise LayoutError(
+                describe(
+                    self.where,
+                    f"target must have the global shape {layout.shape}",
+                    "Pass class indices, one a row, or probabilities shaped as the logits",
+                    target=tuple(target.shape),
+                )
+            )
+        if not isinstance(target, DTensor):
+            is_whole = target.is_floating_point() or counts_as_replicated(DTensor, target)
+            if _cutting(layout) and not is_whole:
+                raise LayoutError(
+                    describe(
+                        self.where,
+                        "a target must be a DTensor where an axis cuts the batch",
+                        "Say where it lies with DTensor.from_local or distribute_tensor",
+                        placements=layout.placements,
+                    )
+                )
+            target = FromLocal.apply(DTensor, target, layout.replicated, None)
+        if target._layout != layout:  # type: ignore[union-attr]
+            target = redistributed(target, layout)
+        return target.to_local()  # type: ignore[union-attr]
+
+    def _checked_weight(self, dtype: torch.dtype) -> Tensor | None:
+        """Refuse what F.cross_entropy would refuse; give the class weights, whole."""
+        weight, vocab = self.weight, self.place.vocab
+        fix = "Pass what F.cross_entropy takes"
+        if weight is not None:
+            refuse_other_tensors(weight, self.where)
+        if not dtype.is_floating_point:
+            wrong: dict[str, Any] = {"dtype": dtype}
+            must = "logits must be floating"
+        elif self.reduction not in ("none", "mean", "sum"):
+            wrong = {"reduction": self.reduction}
+            must = "reduction must be 'none', 'mean' or 'sum'"
+        elif not 0 <= self.label_smoothing <= 1:
+            wrong = {"label_smoothing": self.label_smoothing}
+            must = "label_smoothing must be between 0 and 1"
+        elif weight is not None and tuple(weight.shape) != (vocab,):
+            wrong = {"weight": tuple(weight.shape)}
+            must = f"weight must have {vocab} entries"
+        elif weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            wrong = {"requires_grad": True}
+            must, fix = "weight must not need a gradient", "Pass weight.detach()"
+        else:
+            return whole_of(DTensor, weight)
+        raise LayoutError(describe(self.where, must, fix, **wrong))
+
+    def finish(self, rows: Tensor, goal: Goal, logits: Tensor) -> Tensor:
+        """Reduce the rows' losses over the whole batch; give the local result."""
+        mesh, axes, is_mean = self.place.mesh, _cutting(self.rows), self.reduction == "mean"
+        result = rows
+        if is_mean and isinstance(goal, ClassIndices):
+            sums = torch.stack([rows.sum(), goal.weights.sum()])
+            total, count = sum_over(sums, mesh, axes).unbind()
+            result = total / count
+        elif self.reduction != "none":
+            result = sum_over(rows.sum(), mesh, axes)
+            if is_mean:
+                result = result / torch.Size(self.rows.shape).numel()
+        # Under autocast losses are float32.
+        is_cast = torch.is_autocast_enabled(logits.device.type)
+        return result.to(accumulate_in(logits.dtype) if is_cast else logits.dtype)
+
+    def as_dtensor(self, result: Tensor) -> Any:
+        """Say where a local result lies."""
+        layout = self.rows
+        if self.reduction != "none":
+            layout = layout.replicated.with_shape(())
+        return FromLocal.apply(DTensor, result, layout, None)
 
 
-def _cutting(layout: Layout, dim: int | None) -> tuple[int, ...]:
+def is_probability(target: Any) -> bool:
+    """Tell targets that are probabilities from those that are classes."""
+    return isinstance(target, Tensor) and target.is_floating_point()
+
+
+def _cutting(layout: Layout, dim: int | None = None) -> tuple[int, ...]:
     """List the axes of more than one rank that cut a dim; None: any dim."""
     pairs = enumerate(zip(layout.placements, layout.mesh.shape, strict=True))
     return tuple(
@@ -123,8 +229,10 @@ def _cutting(layout: Layout, dim: int | None) -> tuple[int, ...]:
     )
 
 
-def _read_logits(logits: Any, dim: int) -> Reading | None:
-    """Read DTensor logits whose class dim is `dim`; None where it is not cut in plain ranges."""
+def _read_logits(
+    logits: Any, dim: int, options: dict[str, Any] | None = None
+) -> tuple[Tensor, Loss] | None:
+    """Give the local logits of a DTensor, class dim `dim` last; None if not cut in plain ranges."""
     layout, mesh = logits.layout, logits.device_mesh
     cut = _cutting(layout, dim)
     plain = all(isinstance(layout.placements[axis], Shard) for axis in cut)
@@ -139,7 +247,8 @@ def _read_logits(logits: Any, dim: int) -> Reading | None:
     held = settled.intervals(mesh.get_rank())[dim]
     start, stop = held[0] if held else (0, 0)
     place = VocabShard(mesh, cut, start, stop - start, settled.shape[dim])
-    return Reading(logits.to_local().movedim(dim, -1), place, _rows_of(settled, dim))
+    loss = Loss(place, _rows_of(settled, dim), **(options or {}))
+    return logits.to_local().movedim(dim, -1), loss
 
 
 def _rows_of(layout: Layout, dim: int) -> Layout:
@@ -155,188 +264,36 @@ def _rows_of(layout: Layout, dim: int) -> Layout:
     return replace(layout, placements=tuple(map(placed, layout.placements)), shape=shape)
 
 
-def _bring(target: Any, layout: Layout, where: str) -> Tensor:
-    """Give this rank's part of a target in the layout that the loss needs."""
-    if tuple(target.shape) != layout.shape:
-        raise LayoutError(
-            describe(
-                where,
-                f"target must have the global shape {layout.shape}",
-                "Pass class indices, one a row, or probabilities shaped as the logits",
-                target=tuple(target.shape),
-            )
-        )
-    if not isinstance(target, DTensor):
-        is_whole = target.is_floating_point() or counts_as_replicated(DTensor, target)
-        if _cutting(layout, None) and not is_whole:
-            raise LayoutError(
-                describe(
-                    where,
-                    "a target must be a DTensor where an axis cuts the batch",
-                    "Say where it lies with DTensor.from_local or distribute_tensor",
-                    placements=layout.placements,
-                )
-            )
-        target = FromLocal.apply(DTensor, target, layout.replicated, None)
-    if target._layout != layout:  # type: ignore[union-attr]
-        target = redistributed(target, layout)
-    return target.to_local()  # type: ignore[union-attr]
+def _read_call(input: Any, args: Any, options: dict[str, Any]) -> tuple[Tensor, Loss] | None:
+    """Read a call of a loss of torch.nn.functional, which passes options on by name."""
+    is_old = options.pop("size_average", None) is not None
+    is_old |= options.pop("reduce", None) is not None
+    if args or is_old or not isinstance(input, DTensor) or not input.ndim:
+        return None
+    return _read_logits(input, min(input.ndim - 1, 1), options)
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a loss is told besides logits and target, as F.cross_entropy has it."""
-
-    weight: Any
-    ignore_index: int
-    reduction: str
-    label_smoothing: float = 0.0
-
-    def checked_weight(self, reading: Reading) -> Tensor | None:
-        """Refuse what F.cross_entropy would refuse; give the class weights, whole."""
-        weight, vocab = self.weight, reading.place.vocab
-        fix = "Pass what F.cross_entropy takes"
-        if weight is not None:
-            refuse_other_tensors(weight, reading.where)
-        if not reading.local.is_floating_point():
-            wrong: dict[str, Any] = {"dtype": reading.local.dtype}
-            must = "logits must be floating"
-        elif self.reduction not in ("none", "mean", "sum"):
-            wrong = {"reduction": self.reduction}
-            must = "reduction must be 'none', 'mean' or 'sum'"
-        elif not 0 <= self.label_smoothing <= 1:
-            wrong = {"label_smoothing": self.label_smoothing}
-            must = "label_smoothing must be between 0 and 1"
-        elif weight is not None and tuple(weight.shape) != (vocab,):
-            wrong = {"weight": tuple(weight.shape)}
-            must = f"weight must have {vocab} entries"
-        elif weight is not None and weight.requires_grad and torch.is_grad_enabled():
-            wrong = {"requires_grad": True}
-            must, fix = "weight must not need a gradient", "Pass weight.detach()"
-        else:
-            return weight.full_tensor() if isinstance(weight, DTensor) else weight
-        raise LayoutError(describe(reading.where, must, fix, **wrong))
-
-
-def read_classes(reading: Reading, target: Any, options: Options) -> ClassIndices:
-    """Read a target of class indices, a DTensor or plain."""
-    refuse_other_tensors(target, reading.where)
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise LayoutError(
-            describe(
-                reading.where,
-                "target must be integer classes",
-                "Cast it with long(); cross_entropy takes probabilities, too",
-                dtype=target.dtype,
-            )
-        )
-    weight = options.checked_weight(reading)
-    return ClassIndices.of(
-        _bring(target, reading.rows, reading.where),
-        reading.place,
-        accumulate_in(reading.local.dtype),
-        weight=weight,
-        ignore_index=options.ignore_index,
-        smoothing=options.label_smoothing,
-    )
-
-
-def entropy(reading: Reading, target: Any, options: Options) -> Tensor:
-    """Give the local result; a target of probabilities is this rank's part, [N, v]."""
-    goal: Goal
-    if is_probability(target):
-        dtype, place = accumulate_in(reading.local.dtype), reading.place
-        weight = options.checked_weight(reading)
-        own = None if weight is None else place.own(weight.to(dtype))
-        goal = ClassProbabilities(place, target.to(dtype), own, options.label_smoothing)
-    else:
-        goal = read_classes(reading, target, options)
-    return finish(loss_rows(reading.local, goal), goal, reading, options.reduction)
-
-
-def is_probability(target: Any) -> bool:
-    """Tell targets that are probabilities from those that are classes."""
-    return isinstance(target, Tensor) and target.is_floating_point()
-
-
-def _cross_entropy(  # noqa: PLR0913  # torch's signature
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+def _cross_entropy(input: Any, target: Any, *args: Any, **options: Any) -> Any:
     """Serve F.cross_entropy."""
-    reading = _served_logits(input, size_average, reduce)
-    if reading is None:
+    found = _read_call(input, args, options)
+    if found is None:
         return NotImplemented
+    logits, loss = found
     if is_probability(target):
-        refuse_other_tensors(target, reading.where)
-        part = _bring(target, input.layout.cotangent, reading.where)
+        refuse_other_tensors(target, loss.where)
+        part = loss.bring(target, input.layout.cotangent)
         target = part.movedim(min(input.ndim - 1, 1), -1)
-    options = Options(weight, ignore_index, reduction, label_smoothing)
-    return as_dtensor(entropy(reading, target, options), reading, reduction)
+    return loss.as_dtensor(loss.of(logits, target))
 
 
-def _served_logits(input: Any, size_average: Any, reduce: Any) -> Reading | None:
-    """Read the logits of a call that is served here."""
-    if not isinstance(input, DTensor) or not input.ndim:
-        return None
-    if size_average is not None or reduce is not None:
-        return None
-    return _read_logits(input, min(input.ndim - 1, 1))
-
-
-def _nll_loss(  # noqa: PLR0913  # torch's signature
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
+def _nll_loss(input: Any, target: Any, *args: Any, **options: Any) -> Any:
     """Serve F.nll_loss."""
-    reading = _served_logits(input, size_average, reduce)
-    if reading is None:
+    found = _read_call(input, args, options)
+    if found is None:
         return NotImplemented
-    goal = read_classes(reading, target, Options(weight, ignore_index, reduction))
-    loss = finish(picked_rows(reading.local, goal), goal, reading, reduction)
-    return as_dtensor(loss, reading, reduction)
-
-
-def finish(rows: Tensor, goal: Goal, reading: Reading, reduction: str) -> Tensor:
-    """Reduce the rows' losses over the whole batch; give the local result."""
-    if reduction == "none":
-        result = rows
-    elif isinstance(goal, ClassIndices) and reduction == "mean":
-        total, count = _over_batch(torch.stack([rows.sum(), goal.weights.sum()]), reading).unbind()
-        result = total / count
-    else:
-        result = _over_batch(rows.sum(), reading)
-        if reduction == "mean":
-            result = result / torch.Size(reading.rows.shape).numel()
-    return result.to(_loss_dtype(reading.local))
-
-
-def _over_batch(x: Tensor, reading: Reading) -> Tensor:
-    return sum_over(x, reading.place.mesh, reading.batch_axes)
-
-
-def as_dtensor(loss: Tensor, reading: Reading, reduction: str) -> Any:
-    """Say where the result of `finish` lies."""
-    layout = reading.rows if reduction == "none" else reading.rows.replicated.with_shape(())
-    return FromLocal.apply(DTensor, loss, layout, None)
-
-
-def _loss_dtype(logits: Tensor) -> torch.dtype:
-    """Give the logits' dtype; under autocast losses are float32."""
-    if torch.is_autocast_enabled(logits.device.type):
-        return accumulate_in(logits.dtype)
-    return logits.dtype
+    log_probs, loss = found
+    goal = loss.classes(target, log_probs.dtype)
+    return loss.as_dtensor(loss.finish(picked_rows(log_probs, goal), goal, log_probs))
 
 
 def _log_softmax(
@@ -350,10 +307,11 @@ def _log_softmax(
         return NotImplemented
     dim %= input.ndim
     given = input if dtype is None else input.to(dtype)
-    reading = _read_logits(given, dim) if _cutting(input.layout, dim) else None
-    if reading is None or not reading.local.is_floating_point():
+    found = _read_logits(given, dim) if _cutting(input.layout, dim) else None
+    if found is None or not given.is_floating_point():
         return NotImplemented
-    result = log_softmax(reading.local, reading.place).movedim(-1, dim)
+    logits, loss = found
+    result = log_softmax(logits, loss.place).movedim(-1, dim)
     return FromLocal.apply(DTensor, result, input._layout.cotangent, None)
 
 

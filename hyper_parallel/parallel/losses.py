@@ -12,15 +12,7 @@ from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import from_torch, is_torch_dtensor, torch_placement
 from hyper_parallel.dtensor.read import read_mesh, refuse_other_tensors
 from hyper_parallel.errors import LayoutError, describe
-from hyper_parallel.parallel.loss import (
-    Options,
-    Reading,
-    as_dtensor,
-    entropy,
-    finish,
-    is_probability,
-    read_classes,
-)
+from hyper_parallel.parallel.loss import Loss, is_probability
 from hyper_parallel.parallel.targets import VocabShard
 from hyper_parallel.parallel.vocab import linear_rows
 from hyper_parallel.runtime import DeviceMesh
@@ -104,9 +96,8 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  # those of F.cross_entropy, 
         )
     place = _place(mesh, logits.shape[-1], vocab_size, where)
     rows = Layout(mesh, (Replicate(),), tuple(logits.shape[:-1]))
-    reading = Reading(logits, place, rows, where)
-    options = Options(weight, ignore_index, reduction, label_smoothing)
-    return entropy(reading, target, options)
+    loss = Loss(place, rows, where, weight, ignore_index, reduction, label_smoothing)
+    return loss.of(logits, target)
 
 
 def _place(mesh: DeviceMesh, own: int, vocab: int | None, where: str) -> VocabShard:
@@ -191,12 +182,11 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and the chunk
     x, rows = _hidden(input, mesh, cut)
     w = _local_parameter(linear_weight, head, rows)
     bias = None if linear_bias is None else _local_parameter(linear_bias, head, rows)
-    reading = Reading(x, place, rows, where)
-    options = Options(weight, ignore_index, reduction, label_smoothing)
-    goal = read_classes(reading, target, options)
-    found = linear_rows(x.reshape(-1, x.shape[-1]), w, bias, goal.flat(), chunk=chunk_size)
-    loss = finish(found.reshape(x.shape[:-1]), goal, reading, reduction)
-    return as_dtensor(loss, reading, reduction) if isinstance(input, DTensor) else loss
+    loss = Loss(place, rows, where, weight, ignore_index, reduction, label_smoothing)
+    goal = loss.classes(target, x.dtype)
+    found = linear_rows(x.reshape(-1, x.shape[-1]), w, bias, goal, chunk_size)
+    result = loss.finish(found.reshape(x.shape[:-1]), goal, x)  # type: ignore[union-attr]
+    return loss.as_dtensor(result) if isinstance(input, DTensor) else result
 
 
 def _check_linear(input: torch.Tensor, head: Layout, bias: Any, chunk_size: int) -> None:

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""parallelize_module: apply styles to the modules that a plan's patterns name."""
+"""parallelize_module: apply styles to the modules that a plan's patterns name.
+
+[Note: siblings] With grouped query attention, wq has r features for each one of wk. A model that
+works on plain local tensors pairs local query heads with local key heads, so rank by rank wq must
+have r times wk's features. Even cuts always do. Uneven ones need not: 35 query heads and 5 key
+heads over 3 ranks are 12, 12, 11 and 2, 2, 1, which a model would pair wrongly without any error.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import warnings
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
 from torch import nn
 
-from hyper_parallel.core import Shard
+from hyper_parallel.core import Shard, chunk_sizes
 from hyper_parallel.dtensor.read import one_axis_mesh
 from hyper_parallel.errors import PlanError, describe, near_names
-from hyper_parallel.parallel.siblings import refuse_unlike_siblings
+from hyper_parallel.parallel.linear import LinearForward
 from hyper_parallel.parallel.sizes import open_scope
 from hyper_parallel.parallel.style import Applying, ParallelStyle, applying
 from hyper_parallel.runtime import DeviceMesh
@@ -21,6 +28,7 @@ from hyper_parallel.runtime import DeviceMesh
 __all__ = ["parallelize_module"]
 
 _WHERE = "parallelize_module"
+_TORCHS = "torch.distributed.tensor.parallel"
 
 
 def parallelize_module(
@@ -98,7 +106,7 @@ def parallelize_module(
             style.src_data_rank = src_data_rank
             style.apply(submodule, mesh)
         _keep_ties(module, call)
-    refuse_unlike_siblings(module)
+    _refuse_unlike_siblings(module)
     if any(_may_need_sizes(style) for _, _, style in work):
         open_scope(module)
     return module
@@ -122,7 +130,7 @@ def _match_all(
 ) -> list[tuple[str, nn.Module, ParallelStyle]]:
     """List (path, module, style) in the plan's order, checking all patterns before any work."""
     if not isinstance(plan, Mapping):
-        raise _wrong_type(parallelize_plan=plan)
+        raise _wrong_type(plan)
     work: list[tuple[str, nn.Module, ParallelStyle]] = []
     owner: dict[int, str] = {}  # pattern that shards a module, by the module's identity
     for pattern, style in plan.items():
@@ -130,7 +138,7 @@ def _match_all(
             warnings.warn(f"{_WHERE}: key {pattern!r} has no style; nothing changes.", stacklevel=3)
             continue
         if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
-            raise _wrong_type(key=pattern, value=style)
+            raise _wrong_type(style, key=pattern)
         matched = _match(module, pattern.split(".") if pattern else [], "")
         if not matched:
             _unmatched(module, pattern, strict)
@@ -143,15 +151,17 @@ def _match_all(
     return work
 
 
-def _wrong_type(**got: Any) -> PlanError:
-    return PlanError(
-        describe(
-            _WHERE,
-            "parallelize_plan must be a ParallelStyle, or map module paths to ParallelStyles",
-            "Pass for example {'layers.*.wq': ColwiseParallel()}, with hyper_parallel's styles",
-            **got,
-        )
-    )
+def _wrong_type(style: Any, **key: Any) -> PlanError:
+    """Give the error of what is no style of ours, which may be one of torch's."""
+    kind = style if isinstance(style, type) else type(style)
+    torchs = [c.__name__ for c in kind.__mro__ if c.__module__.startswith(_TORCHS)]
+    got = {"value" if key else "parallelize_plan": style}
+    must = "parallelize_plan must be a ParallelStyle, or map module paths to ParallelStyles"
+    do = "Pass for example {'layers.*.wq': ColwiseParallel()}, with hyper_parallel's styles"
+    if torchs:
+        got = dict.fromkeys(got, f"{_TORCHS}.{torchs[0]}")
+        do = f"Import hyper_parallel.{torchs[0]} in its place, which takes the same arguments"
+    return PlanError(describe(_WHERE, must, do, **key, **got))
 
 
 def _two_patterns(path: str, *patterns: str) -> PlanError:
@@ -205,6 +215,39 @@ def _keep_ties(module: nn.Module, call: Applying) -> None:
             replaced = call.sharded.get(id(param))
             if replaced is not None and replaced[0] is param:
                 submodule.register_parameter(name, replaced[1])
+
+
+def _refuse_unlike_siblings(module: nn.Module) -> None:
+    """Refuse layers of one parent that hand out plain cut features; see [Note: siblings]."""
+    for path, parent in module.named_modules():
+        cut = [
+            (f"{path}.{name}".lstrip("."), forward)
+            for name, child in parent.named_children()
+            if isinstance(forward := child.__dict__.get("forward"), LinearForward)
+            and forward.hands_out_features
+        ]
+        for one, two in combinations(cut, 2):
+            _compare(one, two)
+
+
+def _compare(one: tuple[str, LinearForward], two: tuple[str, LinearForward]) -> None:
+    (small, a), (large, b) = sorted((one, two), key=lambda entry: entry[1].sizes[1])
+    ratio, rest = divmod(b.sizes[1], max(a.sizes[1], 1))
+    if a.mesh != b.mesh or a.sizes[0] != b.sizes[0] or rest:
+        return
+    pieces, larger = (chunk_sizes(edge.sizes[1], edge.mesh.size(), edge.block) for edge in (a, b))
+    if tuple(size * ratio for size in pieces) == larger:
+        return
+    raise PlanError(
+        describe(
+            f"ColwiseParallel on {large!r}",
+            f"its {b.sizes[1]} features must be cut over {b.mesh.size()} ranks as those of"
+            f" {small!r} are, {ratio} for each one",
+            "Give both output_layouts=Shard(-1, block=...), the larger one the larger block, or"
+            " use_local_output=False",
+            **{"pieces": larger, "pieces beside it": pieces},
+        )
+    )
 
 
 def _may_need_sizes(style: ParallelStyle) -> bool:

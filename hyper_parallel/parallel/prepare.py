@@ -13,72 +13,83 @@ from torch import nn
 from hyper_parallel.core import Placement
 from hyper_parallel.dtensor.read import read_placement
 from hyper_parallel.errors import PlanError, describe, near_names
-from hyper_parallel.parallel.edge import arrange, give
-from hyper_parallel.parallel.style import ParallelStyle
+from hyper_parallel.parallel.edge import MovingStyle
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
-
-_Layouts = tuple[Placement | None, ...]
-
-
-def _read_layouts(value: Any, where: str) -> _Layouts | None:
-    """Read one placement, or a sequence of placements and Nones."""
-    if value is None:
-        return None
-    entries = value if isinstance(value, Sequence) else (value,)
-    return tuple(None if entry is None else read_placement(entry, where) for entry in entries)
+_Given = Placement | Sequence[Placement | None] | None
 
 
-def _read_named(value: Mapping[str, Any] | None, where: str) -> dict[str, Placement | None]:
-    return {
-        name: None if entry is None else read_placement(entry, where)
-        for name, entry in (value or {}).items()
-    }
-
-
-def _same_length(where: str, **layouts: Any) -> None:
-    (one, first), (two, second) = layouts.items()
-    if len(first) != len(second) or (isinstance(first, dict) and first.keys() != second.keys()):
-        raise PlanError(
-            describe(where, f"{one} and {two} must match", "Give one entry for each", **layouts)
-        )
-
-
-def _prepare(
-    style: PrepareModuleInput | PrepareModuleOutput,
-    value: Any,
-    mesh: DeviceMesh,
-    declared: Placement | None,
-    desired: Placement | None,
-) -> Any:
-    """Move one input or output; what has no layout, and an absent one (None), stays."""
-    if declared is None or value is None:
-        return value
-    if not isinstance(value, torch.Tensor):
-        raise PlanError(
-            describe(
-                style.where(),
-                "what has a layout must be a tensor",
-                "Put None in the place of its layout",
-                layout=declared,
-                value=type(value).__name__,
-            )
-        )
-    laid = arrange(
-        value,
-        mesh,
-        declared,
-        declared if desired is None else desired,
-        where=style.where(),
-        even_shards=style.even_shards,
-    )
-    return give(laid, mesh, style.use_local_output)
-
-
-class _PrepareStyle(ParallelStyle):
+class _PrepareStyle(MovingStyle):
     """A style that is shown with all its options."""
+
+    def __init__(self, use_local_output: bool, even_shards: bool) -> None:
+        self.use_local_output = use_local_output
+        self.even_shards = even_shards
+
+    def _read(self, layout: Any) -> Placement | None:
+        return None if layout is None else read_placement(layout, type(self).__name__)
+
+    def _read_layouts(self, layouts: Any) -> tuple[Placement | None, ...] | None:
+        """Read one placement, or a sequence of placements and Nones."""
+        if layouts is None:
+            return None
+        entries = layouts if isinstance(layouts, Sequence) else (layouts,)
+        return tuple(map(self._read, entries))
+
+    def _read_named(self, layouts: Mapping[str, Any] | None) -> dict[str, Placement | None]:
+        return {name: self._read(layout) for name, layout in (layouts or {}).items()}
+
+    def _refuse_unlike(self, declared: str, desired: str) -> None:
+        """Refuse options of which one has entries that the other lacks."""
+        one, two = getattr(self, declared), getattr(self, desired)
+        by_name = isinstance(one, dict)
+        if one.keys() != two.keys() if by_name else len(one or ()) != len(two or ()):
+            raise PlanError(
+                describe(
+                    type(self).__name__,
+                    f"{declared} and {desired} must match",
+                    "Give one entry for each",
+                    **{declared: one, desired: two},
+                )
+            )
+
+    def _move(self, value: Any, mesh: DeviceMesh, *layouts: Placement | None) -> Any:
+        """Move one input or output; what has no layout, and an absent one (None), stays."""
+        declared, desired = layouts
+        if declared is None or value is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise PlanError(
+                describe(
+                    self.where(),
+                    "what has a layout must be a tensor",
+                    "Put None in the place of its layout",
+                    layout=declared,
+                    value=type(value).__name__,
+                )
+            )
+        desired = declared if desired is None else desired
+        return self._give(self._arrange(value, mesh, declared, desired), mesh)
+
+    def _move_all(
+        self, values: tuple[Any, ...], mesh: DeviceMesh, side: str, each: str
+    ) -> tuple[Any, ...]:
+        """Move the inputs, or the outputs, by their layouts."""
+        declared = getattr(self, f"{side}_layouts")
+        desired = getattr(self, f"desired_{side}_layouts") or ()
+        if len(values) != len(declared):
+            raise PlanError(
+                describe(
+                    self.where(),
+                    f"{side}_layouts must have one entry per {each}",
+                    f"Use None for {side}s to leave alone",
+                    **{f"{side}s": len(values), f"{side}_layouts": declared},
+                )
+            )
+        moves = zip(values, declared, desired, strict=True)
+        return tuple(self._move(value, mesh, *layouts) for value, *layouts in moves)
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -121,30 +132,20 @@ class PrepareModuleInput(_PrepareStyle):
     def __init__(
         self,
         *,
-        input_layouts: Placement | Sequence[Placement | None] | None = None,
-        desired_input_layouts: Placement | Sequence[Placement | None] | None = None,
+        input_layouts: _Given = None,
+        desired_input_layouts: _Given = None,
         input_kwarg_layouts: Mapping[str, Placement] | None = None,
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
         even_shards: bool = False,
     ) -> None:
-        where = "PrepareModuleInput"
-        self.input_layouts = _read_layouts(input_layouts, where)
-        self.desired_input_layouts = _read_layouts(desired_input_layouts, where)
-        self.input_kwarg_layouts = _read_named(input_kwarg_layouts, where)
-        self.desired_input_kwarg_layouts = _read_named(desired_input_kwarg_layouts, where)
-        self.use_local_output = use_local_output
-        self.even_shards = even_shards
-        _same_length(
-            where,
-            input_layouts=self.input_layouts or (),
-            desired_input_layouts=self.desired_input_layouts or (),
-        )
-        _same_length(
-            where,
-            input_kwarg_layouts=self.input_kwarg_layouts,
-            desired_input_kwarg_layouts=self.desired_input_kwarg_layouts,
-        )
+        self.input_layouts = self._read_layouts(input_layouts)
+        self.desired_input_layouts = self._read_layouts(desired_input_layouts)
+        self.input_kwarg_layouts = self._read_named(input_kwarg_layouts)
+        self.desired_input_kwarg_layouts = self._read_named(desired_input_kwarg_layouts)
+        super().__init__(use_local_output, even_shards)
+        self._refuse_unlike("input_layouts", "desired_input_layouts")
+        self._refuse_unlike("input_kwarg_layouts", "desired_input_kwarg_layouts")
 
     def validate_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Refuse names in input_kwarg_layouts that the module's forward does not have.
@@ -185,25 +186,11 @@ class PrepareModuleInput(_PrepareStyle):
                     )
                 )
         if self.input_layouts is not None:
-            if len(args) != len(self.input_layouts):
-                raise PlanError(
-                    describe(
-                        self.where(),
-                        "input_layouts must have one entry per positional input",
-                        "Use None for inputs to leave alone",
-                        inputs=len(args),
-                        input_layouts=self.input_layouts,
-                    )
-                )
-            wanted = self.desired_input_layouts or ()
-            args = tuple(
-                _prepare(self, value, mesh, declared, desired)
-                for value, declared, desired in zip(args, self.input_layouts, wanted, strict=True)
-            )
+            args = self._move_all(args, mesh, "input", "positional input")
         for name, declared in self.input_kwarg_layouts.items():
             if name in kwargs:
-                desired = self.desired_input_kwarg_layouts[name]
-                kwargs = {**kwargs, name: _prepare(self, kwargs[name], mesh, declared, desired)}
+                layouts = declared, self.desired_input_kwarg_layouts[name]
+                kwargs = {**kwargs, name: self._move(kwargs[name], mesh, *layouts)}
         return args, kwargs
 
 
@@ -231,38 +218,17 @@ class PrepareModuleOutput(_PrepareStyle):
         use_local_output: bool = True,
         even_shards: bool = False,
     ) -> None:
-        where = "PrepareModuleOutput"
-        self.output_layouts = _read_layouts(output_layouts, where) or ()
-        self.desired_output_layouts = _read_layouts(desired_output_layouts, where) or ()
-        self.use_local_output = use_local_output
-        self.even_shards = even_shards
-        _same_length(
-            where,
-            output_layouts=self.output_layouts,
-            desired_output_layouts=self.desired_output_layouts,
-        )
+        self.output_layouts = self._read_layouts(output_layouts) or ()
+        self.desired_output_layouts = self._read_layouts(desired_output_layouts) or ()
+        super().__init__(use_local_output, even_shards)
+        self._refuse_unlike("output_layouts", "desired_output_layouts")
 
     def transform_output_post_forward(
         self, module: nn.Module, mesh: DeviceMesh, output: Any
     ) -> Any:
         """Move the outputs."""
         outputs = output if isinstance(output, tuple) else (output,)
-        if len(outputs) != len(self.output_layouts):
-            raise PlanError(
-                describe(
-                    self.where(),
-                    "output_layouts must have one entry per output",
-                    "Use None for outputs to leave alone",
-                    outputs=len(outputs),
-                    output_layouts=self.output_layouts,
-                )
-            )
-        moved = tuple(
-            _prepare(self, value, mesh, declared, desired)
-            for value, declared, desired in zip(
-                outputs, self.output_layouts, self.desired_output_layouts, strict=True
-            )
-        )
+        moved = self._move_all(outputs, mesh, "output", "output")
         return moved[0] if len(moved) == 1 else moved  # as torch: also for a tuple of one
 
 
@@ -287,8 +253,8 @@ class PrepareModuleInputOutput(_PrepareStyle):
     def __init__(  # noqa: PLR0913  # torch's arguments
         self,
         *,
-        input_layouts: Placement | Sequence[Placement | None] | None = None,
-        desired_input_layouts: Placement | Sequence[Placement | None] | None = None,
+        input_layouts: _Given = None,
+        desired_input_layouts: _Given = None,
         input_kwarg_layouts: Mapping[str, Placement] | None = None,
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_input: bool = False,

@@ -13,15 +13,13 @@ from torch import nn
 from hyper_parallel.core import Replicate, Shard
 from hyper_parallel.dtensor import DTensor, distribute_tensor
 from hyper_parallel.dtensor.interop import own_parameters
-from hyper_parallel.parallel.checks import first_tensor
-from hyper_parallel.parallel.edge import arrange, hand_out
-from hyper_parallel.parallel.style import ParallelStyle
+from hyper_parallel.parallel.edge import MovingStyle
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["SequenceParallel"]
 
 
-class SequenceParallel(ParallelStyle):
+class SequenceParallel(MovingStyle):
     """Run a norm (or another module that treats rows alone) on a sharded sequence.
 
     Parameters and buffers are replicated, those of modules inside it too; the gradients of
@@ -116,28 +114,20 @@ class SequenceParallel(ParallelStyle):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the first argument to the sequence sharding, as a DTensor."""
         place = self.sequence_sharding[0]
-        first = arrange(
-            first_tensor(self.where(), args, kwargs),
-            mesh,
-            place,
-            place,
-            where=self.where(),
-            even_shards=self.even_shards,
-        )
-        return (first, *args[1:]), kwargs
+        return self._arrange_first(args, kwargs, mesh, place, place), kwargs
 
     def transform_output_post_forward(
         self, module: nn.Module, mesh: DeviceMesh, output: Any
     ) -> Any:
         """Hand out the output, or each output of several, cut as the input is."""
-        place, local = self.sequence_sharding[0], self.use_local_output
+        place = self.sequence_sharding[0]
         if isinstance(output, (tuple, list)):
             moved = [
-                hand_out(one, mesh, place, local) if isinstance(one, torch.Tensor) else one
+                self._hand_out(one, mesh, place) if isinstance(one, torch.Tensor) else one
                 for one in output
             ]
             return moved if isinstance(output, list) else tuple(moved)
-        return hand_out(output, mesh, place, local)
+        return self._hand_out(output, mesh, place)
 
     def __repr__(self) -> str:
         return (

@@ -5,7 +5,7 @@
 `shard_param`, then `install_forward`. The installed forward runs `transform_inputs_pre_forward`,
 the module's own forward inside `context_around_forward`, and `transform_output_post_forward`. Each
 may be overridden on its own. Where `should_use_local_tensors` says so (and the module's forward is
-the plain one), a fused local form replaces these three.
+that of nn.Linear), a fused local form replaces these three.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ __all__ = [
     "applying",
 ]
 
-_state = threading.local()
-
 
 @dataclass(slots=True)
 class Applying:
@@ -47,15 +45,23 @@ class Applying:
     sharded: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
 
 
+class _State(threading.local):
+    """The parallelize_module call that this thread is in."""
+
+    call: Applying | None = None
+
+
+_state = _State()
+
+
 @contextmanager
 def applying(call: Applying) -> Iterator[Applying]:
     """Run styles as part of one call."""
-    before = getattr(_state, "applying", None)
-    _state.applying = call
+    before, _state.call = _state.call, call
     try:
         yield call
     finally:
-        _state.applying = before
+        _state.call = before
 
 
 class ParallelStyle:
@@ -96,7 +102,7 @@ class ParallelStyle:
         """
         mesh = one_axis_mesh(device_mesh, type(self).__name__)
         mesh.get_local_rank()
-        with applying(getattr(_state, "applying", None) or Applying()):
+        with applying(_state.call or Applying()):
             try:
                 self._shard(module, mesh)
                 self.install_forward(module, mesh)
@@ -121,8 +127,7 @@ class ParallelStyle:
 
     def where(self) -> str:
         """Name this style and the module it is being applied to, for errors."""
-        call = getattr(_state, "applying", None)
-        name = type(self).__name__
+        call, name = _state.call, type(self).__name__
         return f"{name} on {call.path!r}" if call is not None and call.path else name
 
     def modules_to_shard(self, module: nn.Module) -> list[nn.Module]:
@@ -184,7 +189,7 @@ class ParallelStyle:
         Raises:
             PlanError: it is sharded already, or was sharded otherwise in this call.
         """
-        call = getattr(_state, "applying", None) or Applying()
+        call = _state.call or Applying()
         before = call.sharded.get(id(param))
         tied = param if before is None else before[1]
         if isinstance(tied, DTensor):

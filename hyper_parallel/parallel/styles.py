@@ -11,11 +11,9 @@ from hyper_parallel.core import Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.read import read_placement
 from hyper_parallel.errors import PlanError, describe
-from hyper_parallel.parallel.checks import first_tensor
-from hyper_parallel.parallel.edge import arrange, hand_out
-from hyper_parallel.parallel.embedding import EmbeddingForward, refuse_options
+from hyper_parallel.parallel.checks import local_shard, refuse_other_mesh
+from hyper_parallel.parallel.edge import MovingStyle
 from hyper_parallel.parallel.linear import LinearForward
-from hyper_parallel.parallel.style import ParallelStyle
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -28,20 +26,23 @@ _REPLACED = (
 )
 
 
-class _CutStyle(ParallelStyle):
+class _CutStyle(MovingStyle):
     """What ColwiseParallel and RowwiseParallel share: a Linear or Embedding, cut in one dim."""
 
-    kind: str
+    is_column: bool
+    _defaults: tuple[Placement, Placement]  # of input and output
 
     def __init__(
         self,
-        input_layouts: Placement | None,
-        output_layouts: Placement | None,
-        use_local_output: bool,
-        even_shards: bool,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        even_shards: bool = False,
     ) -> None:
-        self.input_layouts = (self._read(input_layouts, "input_layouts"),)
-        self.output_layouts = (self._read(output_layouts, "output_layouts"),)
+        given, wanted = self._defaults
+        self.input_layouts = (self._read(input_layouts or given, "input_layouts"),)
+        self.output_layouts = (self._read(output_layouts or wanted, "output_layouts"),)
         self.use_local_output = use_local_output
         self.even_shards = even_shards
 
@@ -50,13 +51,18 @@ class _CutStyle(ParallelStyle):
             placement = placement[0]
         return read_placement(placement, f"{type(self).__name__}({argument}=...)")
 
+    @property
+    def block(self) -> int:
+        """The block in which the features are cut, which the weight follows."""
+        (cut,) = self.output_layouts if self.is_column else self.input_layouts
+        return cut.block if isinstance(cut, Shard) and cut.dim == -1 else 1
+
     def _table(self, module: nn.Module) -> dict[str, Placement]:
         """Give the placement of each parameter by name."""
-        raise NotImplementedError
-
-    def _desired_input(self, module: nn.Module) -> Placement:
-        """Give the placement the module's own computation needs its input in."""
-        raise NotImplementedError
+        if isinstance(module, nn.Embedding):
+            return {"weight": Shard(1, self.block) if self.is_column else Shard(0)}
+        cut = Shard(0 if self.is_column else 1, self.block)
+        return {"weight": cut, "bias": cut if self.is_column else Replicate()}
 
     def validate_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Refuse anything but a Linear or an Embedding that has its own weight.
@@ -85,7 +91,25 @@ class _CutStyle(ParallelStyle):
                 )
             )
         if isinstance(module, nn.Embedding):
-            refuse_options(module, self.kind, self.where())
+            self._refuse_options(module)
+
+    def _refuse_options(self, module: nn.Embedding) -> None:
+        """Refuse the options of an Embedding whose meaning needs the whole table."""
+        options = {
+            "max_norm": module.max_norm is not None,
+            "sparse": module.sparse,
+            "scale_grad_by_freq": not self.is_column and module.scale_grad_by_freq,
+        }
+        for name, is_set in options.items():
+            if is_set:
+                raise PlanError(
+                    describe(
+                        self.where(),
+                        f"an Embedding must not use {name}",
+                        "Leave the option out, or leave this module out of the plan",
+                        **{name: getattr(module, name)},
+                    )
+                )
 
     def validate_param(
         self, module: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh
@@ -122,7 +146,7 @@ class _CutStyle(ParallelStyle):
         places = (self.input_layouts[0], self.output_layouts[0])
         table = self._table(module)
         return (
-            type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
+            type(module).forward is nn.Linear.forward
             and "forward" not in module.__dict__
             and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in places)
             and all(
@@ -135,43 +159,30 @@ class _CutStyle(ParallelStyle):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Install the fused local form, or the module's own forward on DTensors."""
-        if not (self._fits_fused(module) and self.should_use_local_tensors(module)):
+        if self._fits_fused(module) and self.should_use_local_tensors(module):
+            module.forward = LinearForward(module, mesh, self)  # type: ignore[arg-type]
+        else:
             super().install_forward(module, mesh)
-            return
-        form = LinearForward if isinstance(module, nn.Linear) else EmbeddingForward
-        module.forward = form(
-            module,  # type: ignore[arg-type]
-            mesh,
-            self.where(),
-            kind=self.kind,
-            input_layout=self.input_layouts[0],
-            output_layout=self.output_layouts[0],
-            use_local_output=self.use_local_output,
-            even_shards=self.even_shards,
-        )
 
     def transform_inputs_pre_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the first argument to where the module needs it, as a DTensor."""
+        local_shard(module.weight, self.where())  # type: ignore[arg-type]
         if not args and "input" in kwargs:
             kwargs = dict(kwargs)
             args = (kwargs.pop("input"),)
-        first = arrange(
-            first_tensor(self.where(), args, kwargs),
-            mesh,
-            self.input_layouts[0],
-            self._desired_input(module),
-            where=self.where(),
-            even_shards=self.even_shards,
-        )
-        return (first, *args[1:]), kwargs
+        if args and isinstance(args[0], DTensor):
+            refuse_other_mesh(args[0], mesh, self.where())
+        is_cut = isinstance(module, nn.Linear) and not self.is_column
+        desired = Shard(-1, self.block) if is_cut else Replicate()
+        return self._arrange_first(args, kwargs, mesh, self.input_layouts[0], desired), kwargs
 
     def transform_output_post_forward(
         self, module: nn.Module, mesh: DeviceMesh, output: Any
     ) -> Any:
         """Bring the output to where the plan says."""
-        return hand_out(output, mesh, self.output_layouts[0], self.use_local_output)
+        return self._hand_out(output, mesh, self.output_layouts[0])
 
     def __repr__(self) -> str:
         return (
@@ -179,11 +190,6 @@ class _CutStyle(ParallelStyle):
             f" output_layouts={self.output_layouts[0]!r},"
             f" use_local_output={self.use_local_output})"
         )
-
-
-def _block(placement: Placement) -> int:
-    """Give the block in which a placement cuts the last dim, which the weight then follows."""
-    return placement.block if isinstance(placement, Shard) and placement.dim == -1 else 1
 
 
 class ColwiseParallel(_CutStyle):
@@ -223,28 +229,8 @@ class ColwiseParallel(_CutStyle):
         ((3, 3), (S(0),))
     """
 
-    kind = "colwise"
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        even_shards: bool = False,
-    ) -> None:
-        super().__init__(
-            input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output, even_shards
-        )
-
-    def _table(self, module: nn.Module) -> dict[str, Placement]:
-        block = _block(self.output_layouts[0])
-        if isinstance(module, nn.Linear):
-            return {"weight": Shard(0, block), "bias": Shard(0, block)}
-        return {"weight": Shard(1, block)}
-
-    def _desired_input(self, module: nn.Module) -> Placement:
-        return Replicate()
+    is_column = True
+    _defaults = (Replicate(), Shard(-1))
 
 
 class RowwiseParallel(_CutStyle):
@@ -285,25 +271,5 @@ class RowwiseParallel(_CutStyle):
         [5.0, 5.0]
     """
 
-    kind = "rowwise"
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        even_shards: bool = False,
-    ) -> None:
-        super().__init__(
-            input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output, even_shards
-        )
-
-    def _table(self, module: nn.Module) -> dict[str, Placement]:
-        if isinstance(module, nn.Linear):
-            return {"weight": Shard(1, _block(self.input_layouts[0])), "bias": Replicate()}
-        return {"weight": Shard(0)}
-
-    def _desired_input(self, module: nn.Module) -> Placement:
-        is_linear = isinstance(module, nn.Linear)
-        return Shard(-1, _block(self.input_layouts[0])) if is_linear else Replicate()
+    is_column = False
+    _defaults = (Shard(-1), Replicate())

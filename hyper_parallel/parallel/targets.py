@@ -9,7 +9,6 @@ Legend: N rows (any number of dims), V classes in all, v classes of this rank, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -114,16 +113,10 @@ class ClassIndices:
         return cls(place, target, keep, here, index, at, mass, weights, spread)
 
     def part(self, start: int, stop: int) -> ClassIndices:
-        """Give the rows from `start` to `stop` of a 1-dim N."""
-        return self._each(lambda rows: rows[start:stop])
-
-    def flat(self) -> ClassIndices:
-        """Give the rows in one dim."""
-        return self._each(lambda rows: rows.reshape(-1))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> ClassIndices:
+        """Give the rows from `start` to `stop` of all rows in one dim."""
         names = ("target", "keep", "here", "index", "at", "mass", "weights")
-        return replace(self, **{name: change(getattr(self, name)) for name in names})
+        rows = {name: getattr(self, name).reshape(-1)[start:stop] for name in names}
+        return replace(self, **rows)
 
     def counted(self, rows: Tensor) -> Tensor:
         """Give [N] with zeros where the target is ignored, whatever stood there."""

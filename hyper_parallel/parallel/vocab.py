@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from hyper_parallel.dtensor.moves import refuse_create_graph
 from hyper_parallel.parallel.targets import (
     ClassIndices,
-    ClassProbabilities,
     Goal,
     VocabShard,
     accumulate_in,
@@ -66,7 +65,12 @@ def _rows_backward(x: Tensor, goal: Goal, lse: Tensor, mass: Tensor, grad: Tenso
 
 
 class _LossRows(torch.autograd.Function):
-    """The loss of each row of logits."""
+    """The loss of each row, [N], of logits [N, v]; `p` is that of ClassProbabilities.
+
+    Communicates:
+        Forward: all-reduces of [N] maxima and [2, N] sums ([3, N] for probabilities). Backward:
+        nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: Tensor | None, goal: Goal) -> Tensor:
@@ -89,19 +93,13 @@ class _LossRows(torch.autograd.Function):
         return grad_x, grad_p, None
 
 
-def loss_rows(x: Tensor, goal: Goal) -> Tensor:
-    """Give the loss of each row, [N], of logits [N, v].
+class _LinearRows(torch.autograd.Function):
+    """The loss of each row, [N], of x [N, H] @ weight^T [v, H] + bias, holding [chunk, v] logits.
 
     Communicates:
-        Forward: all-reduces of [N] maxima and [2, N] sums ([3, N] for probabilities). Backward:
-        nothing.
+        Forward: for each chunk what `loss_rows` does. Backward: nothing (the logits are made
+        again); the gradient of `x` is this rank's share of a sum.
     """
-    p = goal.p if isinstance(goal, ClassProbabilities) else None
-    return _LossRows.apply(x, p, goal)  # type: ignore[return-value]
-
-
-class _LinearRows(torch.autograd.Function):
-    """The loss of each row of x @ weight^T + bias, whose logits are made a chunk at a time."""
 
     @staticmethod
     def forward(  # torch passes what apply got, by position
@@ -145,29 +143,16 @@ class _LinearRows(torch.autograd.Function):
         return *[g if g is None else g.to(x.dtype) for g in grads], None, None
 
 
-def linear_rows(  # the operands of a linear, and those of a loss
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    goal: ClassIndices,
-    *,
-    chunk: int,
-) -> Tensor:
-    """Give the loss of each row, [N], of x [N, H] and weight [v, H], holding [chunk, v] logits.
-
-    Communicates:
-        Forward: for each chunk what `loss_rows` does. Backward: nothing (the logits are made
-        again); the gradient of `x` is this rank's share of a sum.
-    """
-    return _LinearRows.apply(x, weight, bias, goal, chunk)  # type: ignore[return-value]
-
-
 def _chunks(rows: int, chunk: int) -> Sequence[tuple[int, int]]:
     return [(start, min(start + chunk, rows)) for start in range(0, rows, chunk)] or [(0, 0)]
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """The logarithm of the softmax over all classes."""
+    """The logarithm of the softmax over all classes, [N, v] of [N, v].
+
+    Communicates:
+        Forward: all-reduces of [N] maxima and [N] sums. Backward: an all-reduce of [N] sums.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: VocabShard) -> Tensor:
@@ -185,15 +170,6 @@ class _LogSoftmax(torch.autograd.Function):
         (result,) = ctx.saved_tensors
         total = ctx.place.reduce(grad.sum(-1, keepdim=True, dtype=accumulate_in(grad.dtype)))
         return (grad - result.exp() * total).to(grad.dtype), None
-
-
-def log_softmax(x: Tensor, place: VocabShard) -> Tensor:
-    """Give the logarithm of the softmax over all classes, [N, v] of [N, v].
-
-    Communicates:
-        Forward: all-reduces of [N] maxima and [N] sums. Backward: an all-reduce of [N] sums.
-    """
-    return _LogSoftmax.apply(x, place)  # type: ignore[return-value]
 
 
 class _SumOver(torch.autograd.Function):
@@ -225,3 +201,6 @@ def picked_rows(log_probs: Tensor, goal: ClassIndices) -> Tensor:
     """
     found = goal.look_up(log_probs).to(goal.at.dtype)
     return goal.counted(sum_over(found, goal.place.mesh, goal.place.axes).neg() * goal.at)
+
+
+loss_rows, linear_rows, log_softmax = _LossRows.apply, _LinearRows.apply, _LogSoftmax.apply

@@ -18,7 +18,7 @@ from typing import Any
 
 from hyper_parallel.runtime.registry import available_backends, load_backend
 
-__all__ = ["environment", "examine", "usual_backend", "without_autoload"]
+__all__ = ["environment", "examine", "usual_backend", "version", "without_autoload"]
 
 PACKAGES = ("hyper-parallel", "torch", "torch_npu", "numpy", "pytest", "rich")
 VARIABLES = (
@@ -64,7 +64,7 @@ def examine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version(name) for name in PACKAGES},
         "environment": set_before,
         "backends": backends,
         "warnings": warnings,
@@ -77,7 +77,8 @@ def usual_backend(backends: list[dict[str, Any]]) -> str:
     return next((name for name in ("cuda", "npu") if name in names), "cpu")
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Give the version of an installed distribution; None where it is absent."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from hyper_parallel.dtensor.decisions import Spec, spec_of
 from hyper_parallel.dtensor.local_forms import form_of
 from hyper_parallel.dtensor.signatures import bind_call, op_name
 from hyper_parallel.rules import Call, find
+from support.dense import cut
 from support.op_calls import EVEN, Holds, OpCall
 
 # Memory as it comes: there is nothing to compare.
@@ -113,10 +113,7 @@ def _in_form(local: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 def split(x: torch.Tensor, placement: Placement, count: int) -> list[torch.Tensor]:
     """Cut a value in the local values of `count` ranks (torch.chunk, any sum)."""
     if isinstance(placement, Shard):
-        size, block = x.shape[placement.dim], placement.block
-        step = -(-(size // block) // count) * block
-        edges = [min(i * step, size) for i in range(count + 1)]
-        return [x.narrow(placement.dim, a, b - a) for a, b in pairwise(edges)]
+        return [cut(x, placement.dim, rank, count, placement.block) for rank in range(count)]
     if isinstance(placement, Partial):
         noise = torch.randn((count, *x.shape), generator=torch.Generator().manual_seed(3)).to(x)
         parts = noise - noise.mean(0) + x / count

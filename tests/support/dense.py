@@ -16,9 +16,9 @@ from support.device import TOLERANCE
 __all__ = ["TOLERANCE", "assert_same", "cut", "cut_cotangent", "equal", "join", "spread"]
 
 
-def cut(x: torch.Tensor, dim: int, rank: int, num_ranks: int) -> torch.Tensor:
+def cut(x: torch.Tensor, dim: int, rank: int, num_ranks: int, block: int = 1) -> torch.Tensor:
     """Give the rank's chunk of dim `dim`, perhaps empty, as a copy."""
-    chunk = -(-x.shape[dim] // num_ranks)
+    chunk = -(-x.shape[dim] // (num_ranks * block)) * block
     start = min(rank * chunk, x.shape[dim])
     stop = min(start + chunk, x.shape[dim])
     return x.narrow(dim, start, stop - start).clone()

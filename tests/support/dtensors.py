@@ -10,6 +10,7 @@ import torch
 from hyper_parallel import DTensor, distribute_tensor, init_device_mesh
 from hyper_parallel.core import Placement, Shard
 from hyper_parallel.runtime import DeviceMesh
+from support.dense import cut
 from support.device import DEVICE, DTYPE
 
 
@@ -53,7 +54,5 @@ def part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement])
     assert mesh.get_coordinate() is not None
     for size, index, placement in zip(mesh.shape, mesh.my_coordinate, placements, strict=True):
         if isinstance(placement, Shard):
-            chunks = torch.chunk(whole, size, placement.dim)
-            empty = whole.narrow(placement.dim, 0, 0)
-            whole = chunks[index] if index < len(chunks) else empty
+            whole = cut(whole, placement.dim, index, size)
     return whole

@@ -6,7 +6,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -174,6 +177,27 @@ def test_a_refusal_by_torch_leaves_the_module_as_it_was(procs4):
     for text, same in procs4.run(half_done):
         assert "no_such_argument" in text
         assert same
+
+
+def wrapped_by_torch():
+    """Wrap a module with our parameters as torch's own do; give what each raises."""
+    mesh = joint_mesh()
+    found = []
+    for wrap in (
+        lambda net: fsdp.fully_shard(net, mesh=mesh["dp"].handle),
+        lambda net: DistributedDataParallel(net, process_group=mesh["dp"].get_group()),
+    ):
+        try:
+            wrap(parallel_mlp(mesh))(torch.ones(2, 6))
+            found.append("nothing")
+        except HyperParallelError as error:
+            found.append(str(error).partition(":")[0])
+    return found
+
+
+def test_torchs_own_wrappers_end_in_an_error_of_ours(procs4):
+    for found in procs4.run(wrapped_by_torch):
+        assert found == ["DTensor op 'all_gather_copy_in'", "aten.cat"]
 
 
 def test_simulated_ranks_are_refused():

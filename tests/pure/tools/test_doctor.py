@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -13,7 +14,6 @@ import pytest
 from hyper_parallel import cli
 from hyper_parallel.conformance.worlds import WORLDS
 from hyper_parallel.tools import doctor
-from hyper_parallel.tools.tables import show_table
 
 BLOCK = """
 import sys
@@ -33,6 +33,12 @@ def run(*arguments: str, without: tuple[str, ...]) -> subprocess.CompletedProces
     """Run the command line with some packages missing."""
     code = BLOCK.format(names=without, arguments=list(arguments))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_line_has_a_version():
+    done = run("--version", without=("torch", "numpy"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == importlib.metadata.version("hyper-parallel")
 
 
 def test_the_doctor_works_without_torch_and_numpy():
@@ -110,7 +116,7 @@ def test_variables_are_as_before_after_the_block(monkeypatch):
 
 
 def test_the_tables_print_text_that_looks_like_markup(capsys):
-    show_table("Title", [("name", "number"), ("all_reduce[sum]", "1.5")])
+    cli.show_table("Title", [("name", "number"), ("all_reduce[sum]", "1.5")])
     assert "all_reduce[sum]" in capsys.readouterr().out
 
 

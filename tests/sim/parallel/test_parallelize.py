@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.tensor.parallel as theirs
 from torch import nn
 
 from hyper_parallel import (
@@ -253,6 +254,27 @@ def test_a_key_without_a_style_warns_as_torch_does():
 def test_a_plan_of_the_wrong_type_is_refused(plan, text):
     with pytest.raises(PlanError, match=f"must be a ParallelStyle, or map .*{text}"):
         parallelize_module(Net(), mesh_of(2), plan)
+
+
+@pytest.mark.parametrize("given", [theirs.ColwiseParallel(), theirs.ColwiseParallel], ids=str)
+@simulate(2)
+def test_a_style_of_torch_is_refused_by_name_with_the_one_to_import(given):
+    name = r"torch\.distributed\.tensor\.parallel\.ColwiseParallel'\."
+    fix = r"Import hyper_parallel\.ColwiseParallel in its place, which takes the same arguments"
+    with pytest.raises(PlanError, match=rf"key='head', value='{name} {fix}"):
+        parallelize_module(Net(), mesh_of(2), {"head": given})
+    with pytest.raises(PlanError, match=rf"but got parallelize_plan='{name} {fix}"):
+        parallelize_module(Net(), mesh_of(2), given)
+
+
+@simulate(2)
+def test_a_style_that_is_made_of_torchs_is_refused_by_the_nearest():
+    class Own(theirs.ParallelStyle):
+        def _apply(self, module, device_mesh):
+            return module
+
+    with pytest.raises(PlanError, match=r"Import hyper_parallel\.ParallelStyle in its place"):
+        parallelize_module(Net(), mesh_of(2), {"head": Own()})
 
 
 @simulate(4)

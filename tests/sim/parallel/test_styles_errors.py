@@ -166,15 +166,19 @@ def test_an_out_of_range_output_dim_names_style_and_module(kind):
         net["it"](x)
 
 
-@pytest.mark.parametrize("kind", ["linear", "embedding"])
 @simulate(2)
-def test_a_weight_that_is_computed_from_now_on_is_refused_at_use(kind):
-    module = nn.Linear(4, 4) if kind == "linear" else nn.Embedding(4, 4)
-    layer = ColwiseParallel().apply(module, mesh_of(2))
+def test_a_weight_that_is_computed_from_now_on_is_refused_at_use_by_a_linear():
+    layer = ColwiseParallel().apply(nn.Linear(4, 4), mesh_of(2))
     layer.weight = layer._parameters.pop("weight").detach() * 2  # as torch.nn.utils.weight_norm
-    x = torch.ones(2, 4) if kind == "linear" else torch.zeros(2, dtype=torch.long)
     with pytest.raises(PlanError, match=r"must keep the parameters .*missing=.*weight"):
-        layer(x)
+        layer(torch.ones(2, 4))
+
+
+@simulate(2)
+def test_a_table_that_is_computed_from_now_on_is_used_as_it_lies():
+    layer = ColwiseParallel(output_layouts=Replicate()).apply(nn.Embedding(4, 4), mesh_of(2))
+    layer.weight = layer._parameters.pop("weight").detach() * 2
+    assert torch.equal(layer(torch.tensor([3])), layer.weight.full_tensor()[3:])
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])

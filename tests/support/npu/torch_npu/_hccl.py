@@ -139,9 +139,7 @@ def _write(x: Tensor, value: Tensor) -> None:
     to_host(x).copy_(value.reshape(x.shape))
 
 
-def _allreduce(
-    tensors: list[Tensor], group: Any, op: Any, sparse: Any, async_op=True, timeout=-1
-) -> Any:
+def _allreduce(tensors: list[Tensor], group: Any, op: Any, sparse: Any, *_: Any) -> Any:
     (x,) = tensors
     _check(tensors)
     _check_op("allreduce", x, op.op(), tuple(_BY_INT32))
@@ -149,15 +147,7 @@ def _allreduce(
     return tensors, _Work(work, lambda: _write(x, reduced(parts, op.op()))).boxed()
 
 
-def _reduce(
-    tensors: list[Tensor],
-    group: Any,
-    op: Any,
-    root: int,
-    root_tensor: int,
-    async_op=True,
-    timeout=-1,
-) -> Any:
+def _reduce(tensors: list[Tensor], group: Any, op: Any, root: int, *_: Any) -> Any:
     (x,) = tensors
     _check(tensors)
     _check_op("reduce", x, op.op(), tuple(_BY_INT32))
@@ -167,16 +157,14 @@ def _reduce(
     return result.boxed()
 
 
-def _broadcast(
-    tensors: list[Tensor], group: Any, root: int, root_tensor: int, async_op=True, timeout=-1
-) -> Any:
+def _broadcast(tensors: list[Tensor], group: Any, root: int, *_: Any) -> Any:
     (x,) = tensors
     _check(tensors)
     work, parts = gathered(_joined(group), x)
     return tensors, _Work(work, lambda: _write(x, parts[root])).boxed()
 
 
-def _allgather_base(out: Tensor, x: Tensor, group: Any, async_op=True, timeout=-1) -> Any:
+def _allgather_base(out: Tensor, x: Tensor, group: Any, *_: Any) -> Any:
     _check([out, x])
     gloo = _joined(group)
     if out.dtype != x.dtype:
@@ -188,9 +176,7 @@ def _allgather_base(out: Tensor, x: Tensor, group: Any, async_op=True, timeout=-
     return out, _Work(work, finish).boxed()
 
 
-def _allgather(
-    outs: list[list[Tensor]], tensors: list[Tensor], group: Any, async_op=True, timeout=-1
-) -> Any:
+def _allgather(outs: list[list[Tensor]], tensors: list[Tensor], group: Any, *_: Any) -> Any:
     (pieces,), (x,) = outs, tensors
     _check([*pieces, x])
     gloo = _joined(group)
@@ -206,9 +192,7 @@ def _allgather(
     return outs, _Work(work, finish).boxed()
 
 
-def _reduce_scatter_base(
-    out: Tensor, x: Tensor, group: Any, op: Any, async_op=True, timeout=-1
-) -> Any:
+def _reduce_scatter_base(out: Tensor, x: Tensor, group: Any, op: Any, *_: Any) -> Any:
     _check([out, x])
     _check_op("_reduce_scatter_base", x, op.op())
     gloo = _joined(group)
@@ -226,7 +210,7 @@ def _reduce_scatter_base(
 
 
 def _reduce_scatter(
-    outs: list[Tensor], inputs: list[list[Tensor]], group: Any, op: Any, async_op=True, timeout=-1
+    outs: list[Tensor], inputs: list[list[Tensor]], group: Any, op: Any, *_: Any
 ) -> Any:
     (out,), (pieces,) = outs, inputs
     _check([out, *pieces])
@@ -244,7 +228,7 @@ def _reduce_scatter(
 
 
 def _alltoall_base(
-    out: Tensor, x: Tensor, group: Any, outs: list[int], ins: list[int], async_op=True, timeout=-1
+    out: Tensor, x: Tensor, group: Any, outs: list[int], ins: list[int], *_: Any
 ) -> Any:
     if not (out.dim() and x.dim()):
         _refuse("Scalar tensors (0-dim tensors) are not supported in alltoall")
@@ -265,9 +249,7 @@ def _in_bytes(x: Tensor, rows: list[int], size: int) -> list[int]:
     return [count * row for count in rows or [x.shape[0] // size] * size]
 
 
-def _scatter(
-    outs: list[Tensor], pieces: list[list[Tensor]], group: Any, root: int, async_op=True, timeout=-1
-) -> Any:
+def _scatter(outs: list[Tensor], pieces: list[list[Tensor]], group: Any, root: int, *_: Any) -> Any:
     (out,) = outs
     gloo = _joined(group)
     given = pieces[0] if pieces else []
@@ -277,7 +259,7 @@ def _scatter(
     return outs, _Work(work, lambda: _write(out, parts[root][gloo.rank()])).boxed()
 
 
-def _barrier(x: Tensor, group: Any, device_ids: list[int], async_op=True, timeout=-1) -> Any:
+def _barrier(x: Tensor, group: Any, *_: Any) -> Any:
     return _Work(_joined(group).barrier(), lambda: None).boxed()
 
 
@@ -306,22 +288,18 @@ class _Several:
             work.wait()
 
 
-def _allreduce_coalesced(
-    tensors: list[Tensor], group: Any, op: Any, async_op=True, timeout=-1
-) -> Any:
+def _allreduce_coalesced(tensors: list[Tensor], group: Any, op: Any, *_: Any) -> Any:
     works = [_allreduce([x], group, op, None)[1] for x in tensors]
     return _Work(_Several(works), lambda: None).boxed()
 
 
-def _allgather_coalesced(
-    outs: list[Tensor], tensors: list[Tensor], group: Any, async_op=True
-) -> Any:
+def _allgather_coalesced(outs: list[Tensor], tensors: list[Tensor], group: Any, *_: Any) -> Any:
     works = [_allgather_base(out, x, group)[1] for out, x in zip(outs, tensors, strict=True)]
     return _Work(_Several(works), lambda: None).boxed()
 
 
 def _reduce_scatter_coalesced(
-    outs: list[Tensor], tensors: list[Tensor], group: Any, op: Any, async_op=True, timeout=-1
+    outs: list[Tensor], tensors: list[Tensor], group: Any, op: Any, *_: Any
 ) -> Any:
     pairs = zip(outs, tensors, strict=True)
     works = [_reduce_scatter_base(out, x, group, op)[1] for out, x in pairs]
