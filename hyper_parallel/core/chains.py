@@ -60,7 +60,7 @@ class Dim:
         free: cuts by the axes that may nest as they like on the way.
     """
 
-    def __init__(self, size: int, ends: tuple[Chain, Chain], free: tuple[Cut, ...]) -> None:
+    def __init__(self, size: int, ends: tuple[Chain, ...], free: tuple[Cut, ...]) -> None:
         self.size = size
         self.chains: list[Chain] = []
         self.index: dict[Chain, int] = {}
@@ -133,12 +133,12 @@ class Dim:
 
 
 @lru_cache(maxsize=512)
-def dim_of(size: int, ends: tuple[Chain, Chain], free: tuple[Cut, ...]) -> Dim:
+def dim_of(size: int, ends: tuple[Chain, ...], free: tuple[Cut, ...]) -> Dim:
     """Give the `Dim` of these facts, with what it has found so far."""
     return Dim(size, ends, free)
 
 
-def _candidates(size: int, ends: tuple[Chain, Chain], free: tuple[Cut, ...]) -> list[Chain]:
+def _candidates(size: int, ends: tuple[Chain, ...], free: tuple[Cut, ...]) -> list[Chain]:
     """List the ends, what is left of them without some axes, and nestings of the free cuts."""
     found: list[Chain] = []
     for chain in ends:

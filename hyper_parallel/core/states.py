@@ -4,7 +4,8 @@
 [Note: states] A state is, per tensor dim, the chain of the axes that cut it, and, per mesh axis,
 the reduction that is pending on it. Those of a plan are made of the chains of `src` and `dst`, what
 is left of these when axes are taken out, and the plain nestings of any axes on dims that `src` or
-`dst` cuts. States know neither ranks nor names, so a renamed mesh has the same plans.
+`dst` cuts, or that give pieces room to move in. States know neither ranks nor names, so a renamed
+mesh has the same plans.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hyper_parallel.core.placement import Shard
 
 __all__ = ["Ids", "Pending", "Problem", "Role", "State", "States", "stays_pending"]
 
+_MOST_FREE = 3  # axes that nest freely: the number of states grows fast with them
 Ids = tuple[int, ...]  # the number of each dim's chain
 Pending = tuple[str | None, ...]
 
@@ -89,18 +91,18 @@ class States:
     def _free_axes(self) -> Axes:
         """List the axes that may nest on the way as they like: not those that stay pending.
 
-        Of more than three axes only those that change, and none if these are still more.
+        Of more than `_MOST_FREE` axes only those that change, and none if these are still more.
         """
         src, dst = self.problem.src, self.problem.dst
         pending = zip(src.pending, dst.pending, strict=True)
         stay = {axis for axis, pair in enumerate(pending) if stays_pending(*pair)}
         free = self._axes - stay
-        if len(free) > 3:
+        if len(free) > _MOST_FREE:
             ends = [{step for chain in state.chains for step in chain} for state in (src, dst)]
             free &= {step.axis for step in ends[0] ^ ends[1]} | {
                 axis for axis in free if src.pending[axis] != dst.pending[axis]
             }
-        return free if len(free) <= 3 else NO_AXES
+        return free if len(free) <= _MOST_FREE else NO_AXES
 
     def _options(self, axis: int) -> tuple[str | None, ...]:
         """List what may be pending on an axis that cuts nothing."""
@@ -111,7 +113,10 @@ class States:
     def _dim(self, d: int, free: Axes) -> Dim:
         problem = self.problem
         cuts = tuple(Cut(axis, problem.mesh_shape[axis], Shard(d)) for axis in sorted(free))
-        return dim_of(problem.shape[d], (problem.src.chains[d], problem.dst.chains[d]), cuts)
+        ends = (problem.src.chains[d], problem.dst.chains[d])
+        if not self._cut_dims[d]:
+            ends, cuts = (*ends, *((cut,) for cut in cuts)), ()
+        return dim_of(problem.shape[d], ends, cuts)
 
     def _ids_of(self, state: State) -> Ids:
         return tuple(
@@ -147,11 +152,16 @@ class States:
                     self._add(ids, pending)
 
 
-def _dims_to_cut(problem: Problem, num_axes: int) -> list[int]:
-    """List the dims that src or dst cuts, and on several axes one more, to move pieces in."""
+def _dims_to_cut(problem: Problem, num_axes: int) -> dict[int, bool]:
+    """List the dims that a plan may cut, in order, and whether axes may nest on them.
+
+    Those that src or dst cuts; on several axes the largest others, too, to move pieces in, so that
+    there are as many as axes that may move. From the third dim on, one axis at a time.
+    """
     ends = (problem.src, problem.dst)
     found = [d for d in range(len(problem.shape)) if any(state.chains[d] for state in ends)]
     spare = [d for d in range(len(problem.shape)) if d not in found]
-    if spare and num_axes > 1 and len(found) < 2:
-        found.append(max(spare, key=problem.shape.__getitem__))
-    return sorted(found)
+    spare.sort(key=problem.shape.__getitem__, reverse=True)
+    room = min(num_axes, _MOST_FREE) if num_axes > 1 else 0
+    nesting = [*found, *spare][: max(len(found), 2)] if room else found
+    return {d: d in nesting for d in sorted([*found, *spare][: max(len(found), room)])}

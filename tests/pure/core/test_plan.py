@@ -193,6 +193,16 @@ def test_plan_is_never_dearer_than_a_way_over_any_layout(mesh, shape):
             assert costs[src, dst] <= costs[src, via] + costs[via, dst] + 1e-11, (src, dst, via)
 
 
+def test_plan_moves_pieces_in_a_dim_that_neither_end_cuts():
+    mesh, shape = AbstractMesh("cpu", (2, 2, 2)), (512, 256, 512)
+    src = Layout(mesh, (Shard(0), Partial(), Shard(0)), shape, (1, 2, 0))
+    found = plan(src, Layout(mesh, (Shard(2), Replicate(), Shard(2)), shape))
+    kinds = ["reduce_scatter", "all_to_all", "all_to_all"]
+    assert [step.kind for step in found.steps] == kinds
+    assert [step.axes for step in found.steps] == [(1,), (0,), (1, 2)]
+    assert all(step.dst.placements[1] == Shard(1) for step in found.steps[:2])
+
+
 def test_plan_is_cached_and_its_steps_are_written_out():
     src, dst = Layout(GRID, (SUM, S1), (8, 8)), Layout(GRID, (R, R), (8, 8))
     found = plan(src, dst)
