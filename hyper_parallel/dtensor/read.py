@@ -209,7 +209,8 @@ def refuse_pending(dtype: torch.dtype, placements: Sequence[Placement], where: s
     """
     if dtype.is_floating_point:
         return
-    refuse_integer_average(dtype, placements, where)
+    if not dtype.is_complex and any(p.is_partial("avg") for p in placements):
+        raise integer_average(where, dtype)
     if dtype.is_complex and any(p.is_partial("max") or p.is_partial("min") for p in placements):
         raise LayoutError(
             describe(
@@ -240,14 +241,6 @@ def refuse_slices(src: DeviceMesh, dst: DeviceMesh, where: str) -> None:
                 dst=dst,
             )
         )
-
-
-def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], where: str) -> None:
-    """Refuse a pending average of integers, which has no exact value."""
-    if not (dtype.is_floating_point or dtype.is_complex) and any(
-        p.is_partial("avg") for p in placements
-    ):
-        raise integer_average(where, dtype)
 
 
 def refuse_other_meshes(where: str, meshes: Sequence[Any]) -> None:
