@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide an op on concrete layouts: where operands must be, where results and gradients are.
 
-Decisions are cached by op, layouts and static arguments. An op without a rule, or a call that its
-rule does not describe, runs on gathered operands; data-dependent ops are refused.
+An op without a rule, or a call that its rule does not describe, runs on gathered operands;
+data-dependent ops are refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.core.factor import BoundRule, bind
 from hyper_parallel.core.propagate import Decision, Weight, propagate
-from hyper_parallel.dtensor.local_forms import Addressed, Local, form_of
+from hyper_parallel.dtensor.local_forms import Addressed, Local, as_called, form_of
 from hyper_parallel.dtensor.result_shapes import asked_shapes, told_shapes
 from hyper_parallel.dtensor.signatures import BoundCall
 from hyper_parallel.errors import RuleError, describe
-from hyper_parallel.rules import Call, find, names, rules_version
+from hyper_parallel.rules import Call, find, names
 
 __all__ = [
     "Spec",
@@ -47,8 +47,6 @@ _warned: set[str] = set()
 # Why a call of an op did not fit its rule, for the warning.
 _misfits: dict[str, str] = {}
 _strict = threading.local()
-_MAX_SPECS = 4096
-_MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,6 @@ class Spec:
     divisors: tuple[int, ...] = ()
     local: Local | None = None  # None: the op runs on local tensors as it is called
     has_empty: bool = False  # whether some rank's part of an operand or result has no elements
-    random: bool = False  # draws random numbers; see [Note: random numbers] in random.py
 
 
 @contextmanager
@@ -87,7 +84,7 @@ def decide(
     bound: BoundCall,
     tensors: Sequence[Any],
 ) -> Spec | None:
-    """Give the cached decision for a call, or None where no rule describes it.
+    """Give the decision for a call, or None where no rule describes it.
 
     Args:
         name: the op's name in the rule tables.
@@ -100,40 +97,18 @@ def decide(
     Returns:
         The decision; None also where the rule does not fit this form of the call.
     """
-    operands = _with_tensors(bound.operands, tensors)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    key = (
-        name,
-        rules_version(),
-        func,
-        bound.static,
-        _kinds(bound.static),
-        needs_grad,
-        tuple(None if t is None else (t._layout, t.dtype) for t in operands),
-    )
-    # Kept on the mesh, not here: what a cache keeps alive, process groups included, dies with it.
-    specs: dict[Any, Spec | None] = tensors[0]._layout.mesh.decisions
-    try:
-        found = specs.get(key, _MISSING)
-    except TypeError:  # an argument that cannot be a key
+    if name not in names():
         return None
-    if found is _MISSING:
-        if name not in names():  # not kept: a rule may be registered later
-            return None
-        told = told_shapes(name, operands, dict(bound.static))
-        out_shapes = told or asked_shapes(name, func, args, kwargs)
-        found = _decide(name, bound.static, operands, out_shapes, needs_grad)
-        if found is None and told:
-            asked_shapes(name, func, args, kwargs)  # refuses what torch refuses
-        if len(specs) >= _MAX_SPECS:
-            specs.clear()
-        specs[key] = found
+    try:
+        hash(bound.static)
+    except TypeError:  # a tensor where the rule sees none
+        return None
+    operands = _with_tensors(bound.operands, tensors)
+    told = told_shapes(name, operands, dict(bound.static))
+    found = _decide(name, bound.static, operands, told or asked_shapes(name, func, args, kwargs))
+    if found is None and told:
+        asked_shapes(name, func, args, kwargs)  # refuses what torch refuses
     return found
-
-
-def _kinds(value: Any) -> Any:
-    """Give the types in a key, for True, 1 and 1.0 are equal; see [Note: known calls]."""
-    return tuple(map(_kinds, value)) if isinstance(value, tuple) else type(value)
 
 
 def _with_tensors(operands: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -149,7 +124,6 @@ def _decide(
     static: tuple[tuple[str, Any], ...],
     operands: tuple[Any, ...],
     out_shapes: list[tuple[int, ...]] | None,
-    needs_grad: bool,
 ) -> Spec | None:
     shapes = tuple(None if t is None else t._layout.shape for t in operands)
     bound = _bound_rule(name, shapes, static)
@@ -174,7 +148,8 @@ def _decide(
         ],
         mesh.shape,
         itemsizes=[1 if t is None else t.dtype.itemsize for t in operands],
-        needs_grad=needs_grad,
+        needs_grad=torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in operands),
     )
     form = None
     if decision.shifts or bound.rule.local:
@@ -200,7 +175,7 @@ def spec_of(
         for placements, shape in zip(decision.outputs, out_shapes, strict=True)
     )
     local = None
-    if (form or decision.weights) and mesh.get_coordinate() is not None:
+    if (form or decision.weights or is_random) and mesh.get_coordinate() is not None:
         rank = mesh.get_rank()
         addressed = [
             Addressed(s.dim, layout.slices(rank)[s.dim].start, layout.shape[s.dim])
@@ -208,11 +183,12 @@ def spec_of(
             for layout in (inputs[s.source],)
         ]
         local = Local(
-            form=form,
+            form=form or as_called,
             whole=outputs[0].shape,
             shape=outputs[0].local_shape(rank),
             addressed=tuple(addressed),
             weights=_weights(decision.weights, inputs, len(outputs)),
+            drawn=outputs[0] if is_random else None,
         )
     return Spec(
         inputs=tuple(inputs.values()),
@@ -223,7 +199,6 @@ def spec_of(
         divisors=decision.divisors,
         local=local,
         has_empty=any(map(_has_empty, (*inputs.values(), *outputs))),
-        random=is_random,
     )
 
 

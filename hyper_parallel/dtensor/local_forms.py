@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.masked import masked_embedding
+from hyper_parallel.dtensor.random import drawing
 from hyper_parallel.dtensor.signatures import by_name, op_name
 
-__all__ = ["Addressed", "Local", "form_of"]
+__all__ = ["Addressed", "Local", "as_called", "form_of"]
 
 Form = Callable[["Local", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Given what the rank knows, the torch function, and the call's arguments."""
@@ -33,8 +36,8 @@ class Addressed:
 class Local:
     """What this rank's part of an op must know that the local tensors do not tell."""
 
-    form: Callable[..., Any] | None
-    """How the op runs on local tensors, see local_forms.py; None: as it is called."""
+    form: Form
+    """How the op runs on local tensors."""
     whole: tuple[int, ...]
     """Shape of the first result."""
     shape: tuple[int, ...]
@@ -42,19 +45,27 @@ class Local:
     addressed: tuple[Addressed, ...]
     weights: tuple[float, ...]
     """What the results are multiplied by; empty for nothing."""
+    drawn: Layout | None
+    """Where random numbers lie that the op draws; None: it draws none."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on local tensors."""
-        if self.form is None:
-            result = func(*args, **kwargs)
-        else:
+        if self.drawn is None:
             result = self.form(self, func, args, kwargs)
+        else:
+            with drawing(self.drawn, op_name(func), tree_flatten((args, kwargs))[0]):
+                result = self.form(self, func, args, kwargs)
         if not self.weights:
             return result
         if isinstance(result, torch.Tensor):
             return result * self.weights[0]
         pairs = zip(result, self.weights, strict=True)
         return type(result)(part * share for part, share in pairs)
+
+
+def as_called(local: Local, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the op on local tensors as it is called."""
+    return func(*args, **kwargs)
 
 
 def form_of(name: str, static: tuple[tuple[str, Any], ...]) -> Form | None:

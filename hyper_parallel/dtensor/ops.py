@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.dtensor import inplace
 from hyper_parallel.dtensor.composed import composed
-from hyper_parallel.dtensor.decisions import Spec, decide, gathered
+from hyper_parallel.dtensor.decisions import decide, gathered
 from hyper_parallel.dtensor.implicit import counts_as_replicated, plain_operand, replicated
 from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call, remember
 from hyper_parallel.dtensor.local_op import needs_grad
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.pending import bare
-from hyper_parallel.dtensor.random import agree, given_generator, own_draw
+from hyper_parallel.dtensor.random import agree
 from hyper_parallel.dtensor.read import refuse_other_meshes
 from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
@@ -84,7 +84,7 @@ def _run_first(
     """Decide a call, run it, and remember what was decided."""
     flat, tree = tree_flatten((args, kwargs))
     if _lift_plain(cls, flat):
-        args, kwargs = tree_unflatten(flat, tree)
+        return run(cls, func, *tree_unflatten(flat, tree))
     tensors = [leaf for leaf in flat if isinstance(leaf, cls)]
     _refuse_plain(cls, name, flat)
     if kwargs:
@@ -111,16 +111,11 @@ def _run_first(
     updated = _moved_statistics(name, args, kwargs, tensors, moved)
     if tensors[0]._layout.mesh.get_coordinate() is None:
         return outside(cls, known, partial(_call_on_meta, known, func, args, kwargs), moved)
-    around: AbstractContextManager[Any] = nullcontext()
-    if spec.random:
-        around = _drawing(name, spec, tensors, given_generator(flat))
-    elif not has_rule:
-        around = _Watch(name, tensors, moved)
-    with around:
+    with nullcontext() if has_rule else _Watch(name, tensors, moved):
         result = known.run(cls, func, args, kwargs, moved, needs_grad(moved))
     for was, now in updated:
         was._local.copy_(move(now._local, now._layout, was._layout))
-    if has_rule and not spec.random and raw is not None and not updated:
+    if has_rule and raw is not None and not updated:
         remember(raw, known)
     return result
 
@@ -184,19 +179,6 @@ def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
         for i in plain:
             flat[i] = replicated(cls, flat[i], mesh)
     return bool(plain)
-
-
-def _drawing(
-    name: str, spec: Spec, tensors: Sequence[Any], generator: Any
-) -> AbstractContextManager[Any]:
-    """Give what a random op runs in; see [Note: random numbers] in random.py."""
-    device = tensors[0].device
-    layout = (spec.outputs or spec.inputs)[0]
-    if generator is None:
-        agree(layout.mesh, device, name)  # type: ignore[arg-type]
-    if layout.is_replicated or device.type == "meta":
-        return nullcontext()
-    return own_draw(layout, device, generator)
 
 
 class _Watch(TorchDispatchMode):

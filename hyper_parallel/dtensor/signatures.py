@@ -7,7 +7,7 @@ parameters.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -106,19 +106,6 @@ def op_name(func: Any) -> str:
     return ALIASES.get(name, name)
 
 
-def _arguments(
-    params: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Parameter, Any]]:
-    """Pair the parameters that a call gives with their arguments."""
-    for i, param in enumerate(params):
-        if i < len(args):
-            yield param, _spread(args[i:]) if param.takes_rest else args[i]
-            continue
-        for name in param.names:
-            if name in kwargs:
-                yield param, kwargs[name]
-
-
 def _renamed(params: Sequence[Parameter], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace names from NumPy, unless the op has them itself."""
     if not kwargs or _RENAMED.keys().isdisjoint(kwargs):
@@ -139,11 +126,16 @@ def by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         What the call gives; parameters that it leaves out are absent.
     """
     params = _SIGNATURES.get(name, _ONE)
-    kwargs = _renamed(params, kwargs)
-    known = {other for param in params for other in param.names}
-    found = {key: value for key, value in kwargs.items() if key not in known}
-    found.update({param.names[0]: value for param, value in _arguments(params, args, kwargs)})
-    return found
+    left = dict(_renamed(params, kwargs))
+    found: dict[str, Any] = {}
+    for i, param in enumerate(params):
+        if i < len(args):
+            found[param.names[0]] = _spread(args[i:]) if param.takes_rest else args[i]
+            continue
+        for other in param.names:
+            if other in left:
+                found[param.names[0]] = left.pop(other)
+    return {**left, **found}
 
 
 def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
@@ -162,20 +154,22 @@ def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
     if params is None and name != "to":
         return _bind_unnamed(args, kwargs)
     params = params or _ONE
-    kwargs = _renamed(params, kwargs)
-    known = {other for param in params for other in param.names}
-    static = {k: _hashable(v) for k, v in kwargs.items() if k not in known and k != "self"}
+    given = by_name(name, args, kwargs)
+    given.pop("self", None)
     if not params[-1].takes_rest:
-        static.update({f"arg{i}": _hashable(v) for i, v in enumerate(args[len(params) :])})
+        given.update({f"arg{i}": value for i, value in enumerate(args) if i >= len(params)})
     operands: list[Any] = []
-    for param, value in _arguments(params, args, kwargs):
+    for param in params:
+        value = given.get(param.names[0])
         is_tensor = isinstance(value, torch.Tensor)
         if not param.is_operand or (param.is_static_too and not is_tensor):
-            static[param.names[0]] = _hashable(value)
-        elif isinstance(value, (list, tuple)):
+            continue
+        given.pop(param.names[0], None)
+        if isinstance(value, (list, tuple)):
             operands.extend(value)
         elif value is not None:
             operands.append(value if is_tensor else None)
+    static = {key: _hashable(value) for key, value in given.items()}
     if name == "__getitem__":
         static["index"] = _index(args[1], operands)
     if name == "index_put":
