@@ -15,7 +15,7 @@ from torch import nn
 
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.dtensor.masked import masked_embedding
+from hyper_parallel.dtensor.local_forms import masked_embedding
 from hyper_parallel.errors import LayoutError, PlanError, describe
 from hyper_parallel.parallel.checks import (
     first_tensor,
