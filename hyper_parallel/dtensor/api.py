@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hyper_parallel.core import Layout, Placement, Replicate, Shard
-from hyper_parallel.dtensor.moves import move, refuse_create_graph
+from hyper_parallel.dtensor.local_op import Lend
+from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.read import (
     read_mesh,
     read_placements,
@@ -18,6 +19,7 @@ from hyper_parallel.dtensor.read import (
     refuse_pending,
 )
 from hyper_parallel.dtensor.tensor import DTensor
+from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import scatter_from
@@ -92,31 +94,15 @@ def distribute_tensor(
         )
     if mesh.get_coordinate() is None:
         return DTensor(tensor.new_empty(0), layout, requires_grad=tensor.requires_grad)
-    if not tensor.is_leaf:
-        return _Distribute.apply(tensor, layout, src_data_rank)  # type: ignore[return-value]
     with torch.no_grad():
         local = _cut(tensor.detach(), layout, src_data_rank)
+    if not tensor.is_leaf:  # every rank's copy gets the full gradient
+        back = (layout.cotangent, layout.replicated)
+        return wrap(DTensor, Lend.apply(tensor, local, (layout, layout), back, None), layout)  # type: ignore[arg-type]
     result = DTensor(local, layout, requires_grad=tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
     return result
-
-
-class _Distribute(torch.autograd.Function):
-    """Distribute a whole tensor that has a history; every rank's copy gets the full gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> Any:
-        ctx.layout, ctx.takes_plain = layout, True
-        return DTensor(_cut(tensor.detach(), layout, src_data_rank), layout)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        refuse_create_graph("distribute_tensor")
-        layout = ctx.layout.cotangent
-        local, lies = (grad._local, grad._layout) if isinstance(grad, DTensor) else (grad, layout)
-        whole = layout.replicated
-        return move(local, lies, whole), None, None
 
 
 def _cut(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> torch.Tensor:

@@ -9,10 +9,10 @@ of it in the graph, so a user's autograd.Function may take it; further ops go on
 
 Three things stand between local tensors and DTensors:
 * a leaf lends each op an alias of itself, since what it kept would keep it alive for ever;
-* `_Lend` stands where gradients lie otherwise than in the cotangent layout: a pending sum that
+* `Lend` stands where gradients lie otherwise than in the cotangent layout: a pending sum that
   several ops leave is added up first and reduced once;
 * gradients between local ops are plain. What a Function made elsewhere may see or give is a
-  DTensor: `_Lend` wraps for it, a hook unwraps what it gives to a result of an op. The hook is set
+  DTensor: `Lend` wraps for it, a hook unwraps what it gives to a result of an op. The hook is set
   when an op is seen to work on the result without being recorded, as a Function's forward does.
 """
 
@@ -38,6 +38,7 @@ from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.runtime.executor import program
 
 __all__ = [
+    "Lend",
     "expect_wrapped",
     "graph_part",
     "graph_parts",
@@ -189,14 +190,11 @@ def _lend(tensor: Any, lies: Layout, dst: Layout | None = None) -> torch.Tensor:
     if source is None:
         source, wrapper = tensor, type(tensor) if _is_foreign(tensor) else None
     ends, back = (src, dst or src), (lies, src.cotangent)
-    return _Lend.apply(source, tensor._local, ends, back, wrapper)  # type: ignore[return-value]
+    return Lend.apply(source, tensor._local, ends, back, wrapper)  # type: ignore[return-value]
 
 
-class _Lend(torch.autograd.Function):
-    """Hand out a local part, or move it; move its gradient to the cotangent layout.
-
-    The gradient is wrapped if asked.
-    """
+class Lend(torch.autograd.Function):
+    """A local part, lent or moved, with its gradient moved back, and wrapped if asked."""
 
     @staticmethod
     def forward(
@@ -207,12 +205,14 @@ class _Lend(torch.autograd.Function):
         back: tuple[Layout, Layout],
         wrapper: type[Any] | None,
     ) -> torch.Tensor:
-        del source  # where the gradient goes
+        """Hand out `local`, moved between `ends`; the gradient goes to `source`."""
+        del source
         ctx.back, ctx.wrapper = back, wrapper
         return move(local, *ends).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Move the gradient between the layouts of `back`."""
         grad = moved_gradient(grad, *ctx.back)
         if ctx.wrapper is not None:
             grad = wrap(ctx.wrapper, grad, ctx.back[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.pending import bare
 from hyper_parallel.dtensor.random import agree
 from hyper_parallel.dtensor.read import refuse_other_meshes
-from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.dtensor.views import gives_views, memory_of
 from hyper_parallel.errors import LayoutError, describe
@@ -110,7 +108,7 @@ def _run_first(
     moved = known.moved(tensors)
     updated = _moved_statistics(name, args, kwargs, tensors, moved)
     if tensors[0]._layout.mesh.get_coordinate() is None:
-        return outside(cls, known, partial(_call_on_meta, known, func, args, kwargs), moved)
+        return outside(cls, known, func, args, kwargs, moved)
     with nullcontext() if has_rule else _Watch(name, tensors, moved):
         result = known.run(cls, func, args, kwargs, moved, needs_grad(moved))
     for was, now in updated:
@@ -149,12 +147,6 @@ def _order(tensors: list[Any], operands: list[Any]) -> Sequence[int] | None:
         left.remove(place)
         ordered.append(place)
     return ordered
-
-
-def _call_on_meta(
-    known: KnownCall, func: Any, args: Any, kwargs: dict[str, Any], parts: Sequence[torch.Tensor]
-) -> Any:
-    return on_meta(func, *known.filled(args, kwargs, parts))  # type: ignore[arg-type]
 
 
 def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
