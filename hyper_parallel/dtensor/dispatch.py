@@ -101,7 +101,7 @@ def _route_of(func: Any) -> Route:
         return lambda cls, func, args, kwargs: _new(cls, func, *args, **kwargs)
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return lambda cls, func, args, kwargs: lists.list_op(cls, func, name, args, kwargs)
-    if inplace.is_in_place(name, {}):
+    if inplace.is_in_place(name):
         return lambda cls, func, args, kwargs: inplace.run(cls, func, name, args, kwargs)
     return _op
 

@@ -10,12 +10,13 @@ layout, or lose a write to a view, is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout
+from hyper_parallel.core import Layout, Placement, Replicate
 from hyper_parallel.dtensor import setitem
 from hyper_parallel.dtensor.implicit import counts_as_replicated, plain_operand, replicated
 from hyper_parallel.dtensor.local_op import graph_part, redistributed
@@ -28,7 +29,7 @@ from hyper_parallel.dtensor.wrapping import is_tied
 from hyper_parallel.errors import LayoutError, RuleError, describe
 from hyper_parallel.rules.pointwise import ELEMENTWISE
 
-__all__ = ["is_in_place", "is_pointwise", "refuse_gradient", "refuse_lost_write", "run"]
+__all__ = ["brought", "is_in_place", "is_pointwise", "refuse_gradient", "refuse_lost_write", "run"]
 
 _OPERATORS = {
     "__iadd__": "add",
@@ -48,9 +49,9 @@ _SCALING = frozenset("mul multiply div divide true_divide".split())
 _ADDING = frozenset("add sub subtract copy".split())
 
 
-def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call writes into one of its arguments."""
-    if kwargs.get("out") is not None or name == "__setitem__":
+def is_in_place(name: str) -> bool:
+    """Tell whether an op of this name writes into its first argument."""
+    if name == "__setitem__":
         return True
     if name.startswith("__i") and name.endswith("__"):
         return name not in ("__index__", "__int__", "__invert__")
@@ -118,10 +119,10 @@ def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, 
     """Tell whether an element-wise op may run on the target's local part."""
     if not isinstance(target, cls):
         return False  # several results
-    is_broadcast = any(isinstance(o, cls) and o.ndim and o.shape != target.shape for o in operands)  # type: ignore[attr-defined]
-    return not is_broadcast and (
-        not target._layout.has_partial or _allowed_on_pending(cls, base, target, operands)
-    )
+    layout = target._layout  # type: ignore[attr-defined]
+    if layout.has_partial:
+        return _allowed_on_pending(cls, base, target, operands)
+    return all(_broadcast(o._layout, layout) for o in operands if isinstance(o, cls))  # type: ignore[attr-defined]
 
 
 def _is_recordable(cls: type[Any], base: str, target: Any) -> bool:
@@ -264,24 +265,17 @@ def _operand(
             value = value if own.shape == layout.shape else value.expand(layout.shape)
             here = value._layout == layout  # type: ignore[attr-defined]
             return graph_part(value if here else redistributed(value, layout))
-        if own == layout:
-            return value._local  # type: ignore[attr-defined]
-        refuse_other_meshes(where, (layout.mesh, own.mesh))
-        if value.ndim == 0 or (layout.is_replicated and value.shape != target.shape):
-            # Broadcast: every rank needs the whole of it.
-            layout = own.replicated
-        if layout.shape == own.shape:
-            return move(value._local, own, layout)  # type: ignore[attr-defined]
-    elif value.ndim == 0 and not (is_recorded and value.requires_grad):
+        return brought(where, value, layout)
+    if value.ndim == 0 and not (is_recorded and value.requires_grad):
         return value
-    elif value.ndim == 0 or counts_as_replicated(cls, value):
+    if value.ndim == 0 or counts_as_replicated(cls, value):
         lifted = replicated(cls, value, layout.mesh)
         return _operand(cls, where, target, is_copy, is_recorded, lifted)
-    elif is_copy and tuple(value.shape) == layout.shape and not layout.has_partial:
+    if not is_copy:
+        raise plain_operand(where, value)
+    if tuple(value.shape) == layout.shape and not layout.has_partial:
         # A plain full tensor, as load_state_dict copies in: every rank takes its own part.
         return move(value, layout.replicated, layout)
-    elif not is_copy:
-        raise plain_operand(where, value)
     raise LayoutError(
         describe(
             where,
@@ -291,3 +285,29 @@ def _operand(
             operand=type(value).__name__,
         )
     )
+
+
+def brought(where: str, value: Any, layout: Layout) -> torch.Tensor | None:
+    """Give a DTensor's part as it meets one that lies in `layout`; None: its shape does not fit."""
+    own: Layout = value._layout
+    if own == layout:
+        return value._local
+    refuse_other_meshes(where, (layout.mesh, own.mesh))
+    target = _broadcast(own, layout)
+    return None if target is None else move(value._local, own, target)
+
+
+def _broadcast(own: Layout, layout: Layout) -> Layout | None:
+    """Give where an operand must lie to be broadcast to `layout`; None: its shape does not fit."""
+    missing = len(layout.shape) - len(own.shape)
+    pairs = zip(own.shape, layout.shape[max(missing, 0) :], strict=False)
+    if missing < 0 or any(size not in (1, whole) for size, whole in pairs):
+        return None
+
+    def placed(p: Placement) -> Placement:
+        cut = p.cut_dim
+        if cut is None or cut < missing or own.shape[cut - missing] != layout.shape[cut]:
+            return Replicate()
+        return replace(p, dim=cut - missing)  # type: ignore[type-var]
+
+    return own.with_placements([placed(p) for p in layout.placements])
