@@ -76,26 +76,26 @@ def strict_rules() -> Iterator[None]:
 
 
 def decide(
+    cls: type[Any],
     name: str,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     bound: BoundCall,
-    tensors: Sequence[Any],
 ) -> Spec | None:
-    """Give the decision for a call, or None where no rule describes it.
+    """Decide a call.
 
     Args:
+        cls: the DTensor class.
         name: the op's name in the rule tables.
         func: the torch function.
         args: its arguments.
         kwargs: its keyword arguments.
         bound: the same, with operands told from static arguments.
-        tensors: the DTensors among the operands, in the order of the operands.
 
     Returns:
-        The decision; None also where the rule does not fit this form of the call.
+        The decision; None where no rule describes this form of the call.
     """
     if name not in names():
         return None
@@ -103,7 +103,8 @@ def decide(
         hash(bound.static)
     except TypeError:  # a tensor where the rule sees none
         return None
-    operands = _with_tensors(bound.operands, tensors)
+    # Scalars and 0-dim plain tensors are no operands of the rule.
+    operands = [x if isinstance(x, cls) else None for x in bound.operands]
     told = told_shapes(name, operands, dict(bound.static))
     found = _decide(name, bound.static, operands, told or asked_shapes(name, func, args, kwargs))
     if found is None and told:
@@ -111,22 +112,14 @@ def decide(
     return found
 
 
-def _with_tensors(operands: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Keep the DTensors among the operands; scalars and 0-dim plain tensors become None."""
-    if len(operands) == len(tensors):
-        return operands
-    cls = type(tensors[0])
-    return tuple(operand if isinstance(operand, cls) else None for operand in operands)
-
-
 def _decide(
     name: str,
     static: tuple[tuple[str, Any], ...],
-    operands: tuple[Any, ...],
+    operands: list[Any],
     out_shapes: list[tuple[int, ...]] | None,
 ) -> Spec | None:
-    shapes = tuple(None if t is None else t._layout.shape for t in operands)
-    bound = _bound_rule(name, shapes, static)
+    layouts: list[Layout | None] = [None if t is None else t._layout for t in operands]
+    bound = _bound_rule(name, tuple(x and x.shape for x in layouts), static)
     if bound is None:
         return None
     if out_shapes is None:  # torch cannot tell without data, but the rule may
@@ -137,16 +130,12 @@ def _decide(
         rule = [tuple(shape) for shape in bound.results]
         _misfits[name] = f" ({bound.rule.text!r} gives results of {rule}, the op of {out_shapes})"
         return None
-    present = [(i, t._layout) for i, t in enumerate(operands) if t is not None]
-    mesh = present[0][1].mesh
+    present = [(i, layout) for i, layout in enumerate(layouts) if layout is not None]
     is_cast = _casts_to_integer(static)
     decision = propagate(
         bound,
-        [
-            None if t is None else (t._layout.cotangent if is_cast else t._layout).placements
-            for t in operands
-        ],
-        mesh.shape,
+        [x and (x.cotangent if is_cast else x).placements for x in layouts],
+        present[0][1].mesh.shape,
         itemsizes=[1 if t is None else t.dtype.itemsize for t in operands],
         needs_grad=torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in operands),

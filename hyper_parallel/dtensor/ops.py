@@ -88,11 +88,8 @@ def _run_first(
     if kwargs:
         _refuse_options(name, kwargs)
     refuse_other_meshes(f"DTensor op {name!r}", [t._layout.mesh for t in tensors])
-    bound, order = _bind(cls, name, func, (args, kwargs), tensors)
-    spec = None
-    if order is not None:
-        operands = [tensors[i] for i in order]
-        spec = decide(name, func, args, kwargs, bound=bound, tensors=operands)
+    bound, order = _bind(cls, name, func, flat, tree)
+    spec = None if order is None else decide(cls, name, func, args, kwargs, bound=bound)
     has_rule = spec is not None
     if spec is None:
         spec, order = gathered(name, tensors), range(len(tensors))
@@ -119,34 +116,22 @@ def _run_first(
 
 
 def _bind(
-    cls: type[Any], name: str, func: Any, call: tuple[Any, Any], tensors: list[Any]
+    cls: type[Any], name: str, func: Any, flat: list[Any], tree: Any
 ) -> tuple[BoundCall, Sequence[int] | None]:
-    """Tell operands from static arguments, and each operand's place among the tensors."""
-    args, kwargs = call
-    if kwargs and len(set(map(id, tensors))) < len(tensors):
-        # The names may be in any order, so what is named twice has a stand-in for each name.
-        tensors = [cls(bare(t), t._layout) for t in tensors]
-        stand_ins = iter(tensors)
-        flat, tree = tree_flatten(call)
-        flat = [next(stand_ins) if isinstance(leaf, cls) else leaf for leaf in flat]
-        args, kwargs = tree_unflatten(flat, tree)
+    """Tell operands from static arguments, and each operand's place among the DTensors.
+
+    None for the places if the operands are not all of the DTensors.
+    """
+    # Stand-ins, for a tensor that is given twice has two places.
+    flat = [
+        cls(bare(x), x._layout, requires_grad=x.requires_grad) if isinstance(x, cls) else x  # type: ignore[call-arg]
+        for x in flat
+    ]
+    places = {id(x): i for i, x in enumerate(x for x in flat if isinstance(x, cls))}
+    args, kwargs = tree_unflatten(flat, tree)
     bound = bind_call(name, func, args, kwargs)
-    return bound, _order(tensors, [t for t in bound.operands if isinstance(t, cls)])
-
-
-def _order(tensors: list[Any], operands: list[Any]) -> Sequence[int] | None:
-    """List each operand's place among the tensors; None if they are not the same tensors."""
-    if not operands or len(operands) != len(tensors):
-        return None
-    left = list(range(len(tensors)))
-    ordered: list[int] = []
-    for operand in operands:
-        place = next((i for i in left if tensors[i] is operand), None)
-        if place is None:
-            return None
-        left.remove(place)
-        ordered.append(place)
-    return ordered
+    order = [places[id(x)] for x in bound.operands if isinstance(x, cls)]
+    return bound, order if order and sorted(order) == [*places.values()] else None
 
 
 def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
