@@ -17,22 +17,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import entries, inplace, lists, ops, views
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.pending import bare, is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.signatures import op_name
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["REPLICATE", "ROUTES", "engine_call", "find_route", "served_by"]
-
-REPLICATE = Replicate()
-
+__all__ = ["ROUTES", "engine_call", "find_route", "served_by"]
 
 # Getters that compute a tensor, so they are ops; every other getter is answered by torch.
 _OP_GETTERS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+# Said of, or to, the tensor that all gradients pass.
+_RECORDED = frozenset(("grad_fn", "output_nr", "retain_grad"))
 _NATIVE = frozenset(
-    "__set__ requires_grad_ retain_grad data_ptr untyped_storage storage_offset"
+    "__set__ requires_grad_ data_ptr untyped_storage storage_offset"
     " is_contiguous element_size is_floating_point is_complex is_signed is_tensor is_inference"
     " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
     " get_device register_post_accumulate_grad_hook __hash__".split()
@@ -82,7 +80,9 @@ def _route_of(func: Any) -> Route:
         attribute = getattr(func.__self__, "__name__", "")
         if attribute == "data":
             return partial(_data, name)
-        name = attribute if attribute in _OP_GETTERS else "__set__"
+        name = attribute if attribute in _OP_GETTERS | _RECORDED else "__set__"
+    if name in _RECORDED:
+        return _of_recorded
     if name in ("is_complex", "is_floating_point"):
         ask = methodcaller(name)
         return lambda cls, func, args, kwargs: ask(bare(args[0]))
@@ -118,6 +118,11 @@ def _native(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Serve what torch answers itself, from the tensor that a DTensor is."""
     with without_torch_function():
         return func(*args, **kwargs)
+
+
+def _of_recorded(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with without_torch_function():
+        return func(args[0]._recorded, *args[1:], **kwargs)
 
 
 def _reading(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,9 +199,8 @@ def _detach(cls: type[Any], tensor: Any) -> Any:
 
 def _new(cls: type[Any], func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Serve `tensor.new_zeros(...)` and its like: a replicated tensor on the same mesh."""
-    local = func(getattr(tensor, "_local", tensor), *args, **kwargs)
-    mesh = tensor._layout.mesh
-    layout = Layout(mesh, (REPLICATE,) * mesh.ndim, tuple(local.shape))
+    local = func(tensor._local, *args, **kwargs)
+    layout = tensor._layout.replicated.with_shape(local.shape)
     return cls(local, layout, requires_grad=local.requires_grad)
 
 
@@ -250,7 +254,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.autograd.backward: entries.backward,
-    torch.Tensor.backward: lambda cls, tensor, *args, **kwargs: tensor.backward(*args, **kwargs),
+    torch.Tensor.backward: entries.backward_of,
+    torch.Tensor.register_hook: entries.register_hook,
     torch.autograd.grad: entries.grad,
     torch.nn.init.constant_: _constant,
 }

@@ -14,7 +14,7 @@ from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import HyperParallelError, LayoutError, describe
 
-__all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]
+__all__ = ["backward", "backward_of", "grad", "read_grad", "register_hook", "write_grad"]
 
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
@@ -137,6 +137,18 @@ def backward(  # noqa: PLR0913  # torch's signature
     )
 
 
+def backward_of(  # torch's signature
+    cls: type[Any],
+    tensor: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Serve `tensor.backward`."""
+    backward(cls, [tensor], [gradient], retain_graph, create_graph, None, inputs)
+
+
 def _fits(part: Any, seed: Any) -> bool:
     """Tell whether a seed is one that torch takes as it is, which it is slow to find out."""
     is_plain = type(part) is type(seed) is torch.Tensor
@@ -232,7 +244,11 @@ def _refuse_shape(where: str, tensor: Any, grad: Any) -> NoReturn:
 
 
 def register_hook(cls: type[Any], tensor: Any, hook: Callable[[Any], Any]) -> Any:
-    """Serve `tensor.register_hook`: the hook sees DTensors in the cotangent layout."""
+    """Serve `tensor.register_hook`: the hook sees DTensors in the cotangent layout.
+
+    Communicates:
+        Backward: a gradient that is still a pending sum is reduced for the hook.
+    """
     layout = tensor._layout.cotangent
 
     def on_gradient(raw: Any) -> Any:
