@@ -20,7 +20,7 @@ from hyper_parallel.dtensor.read import (
 )
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.dtensor.wrapping import wrap
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import scatter_from
 
@@ -73,24 +73,20 @@ def distribute_tensor(
     refuse_pending(tensor.dtype, layout.placements, where)
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
         raise LayoutError(
-            describe(
-                where,
-                f"src_data_rank must be a position on every axis of {mesh!r}, or None",
-                "Pass the position whose data counts",
-                src_data_rank=src_data_rank,
-            )
+            where,
+            f"src_data_rank must be a position on every axis of {mesh!r}, or None",
+            "Pass the position whose data counts",
+            src_data_rank=src_data_rank,
         )
     if isinstance(tensor, DTensor):
         if tensor.layout == layout:
             return tensor
         raise LayoutError(
-            describe(
-                where,
-                "tensor must be plain, or a DTensor in this very layout",
-                "Use redistribute to move a DTensor",
-                tensor=tensor.layout,
-                placements=layout.placements,
-            )
+            where,
+            "tensor must be plain, or a DTensor in this very layout",
+            "Use redistribute to move a DTensor",
+            tensor=tensor.layout,
+            placements=layout.placements,
         )
     if mesh.get_coordinate() is None:
         return DTensor(tensor.new_empty(0), layout, requires_grad=tensor.requires_grad)

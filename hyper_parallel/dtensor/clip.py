@@ -14,7 +14,7 @@ from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.interop import local_of, sharded_axes
 from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import reduce
 
@@ -75,12 +75,10 @@ def _total(
         total = torch.linalg.vector_norm(stacked, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise HyperParallelError(
-            describe(
-                "get_total_norm",
-                f"the total norm of order {norm_type} must be finite",
-                "Set error_if_nonfinite=False to go on with it",
-                total_norm=total.item(),
-            )
+            "get_total_norm",
+            f"the total norm of order {norm_type} must be finite",
+            "Set error_if_nonfinite=False to go on with it",
+            total_norm=total.item(),
         )
     return total
 
@@ -126,12 +124,10 @@ def _mesh_norm(
         return torch.nn.utils.get_total_norm(everything, norm_type, foreach=foreach)
     if norm_type == 0:
         raise LayoutError(
-            describe(
-                "get_total_norm",
-                "norm_type must not be 0 for sharded tensors",
-                "Use a positive order, or math.inf",
-                norm_type=norm_type,
-            )
+            "get_total_norm",
+            "norm_type must not be 0 for sharded tensors",
+            "Use a positive order, or math.inf",
+            norm_type=norm_type,
         )
     counted = [
         local

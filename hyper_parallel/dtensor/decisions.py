@@ -23,7 +23,7 @@ from hyper_parallel.core.propagate import Decision, Weight, propagate
 from hyper_parallel.dtensor.local_forms import Addressed, Local, as_called, form_of
 from hyper_parallel.dtensor.result_shapes import asked_shapes, told_shapes
 from hyper_parallel.dtensor.signatures import BoundCall
-from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.errors import RuleError
 from hyper_parallel.rules import Call, find, names
 
 __all__ = [
@@ -257,12 +257,10 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
     is_strict = getattr(_strict, "on", False) and name not in _READS
     if is_strict or (name in _DATA_DEPENDENT and is_moved):
         raise RuleError(
-            describe(
-                f"DTensor op {name!r}",
-                "the op must have a rule for this call",
-                f"Teach it: {fix}, or run it on full_tensor() or to_local()",
-                layouts=[t._layout for t in tensors],
-            )
+            f"DTensor op {name!r}",
+            "the op must have a rule for this call",
+            f"Teach it: {fix}, or run it on full_tensor() or to_local()",
+            layouts=[t._layout for t in tensors],
         )
     if is_moved and name not in _warned and name not in _READS:
         _warned.add(name)

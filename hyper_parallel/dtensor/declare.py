@@ -17,7 +17,7 @@ from hyper_parallel.dtensor.read import (
     refuse_other_tensors,
     refuse_pending,
 )
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["layout_of_gradient", "layout_of_local"]
@@ -46,7 +46,7 @@ def layout_of_local(
     if shape is not None:
         if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
             must = "shape must be a sequence of ints"
-            raise LayoutError(describe(_WHERE, must, "Pass the global shape", shape=shape))
+            raise LayoutError(_WHERE, must, "Pass the global shape", shape=shape)
         shape = tuple(shape)
     is_inside = mesh.get_coordinate() is not None
     if run_check and is_inside:
@@ -55,7 +55,7 @@ def layout_of_local(
     got = tuple(local.shape)
     if shape is None and not is_inside and got == (0,):
         must = "a rank that is not in the mesh must pass the global shape"
-        raise LayoutError(describe(_WHERE, must, "Pass shape=", shape=None, local_shape=got))
+        raise LayoutError(_WHERE, must, "Pass shape=", shape=None, local_shape=got)
     whole = _even_shape(got, mesh, placements) if shape is None else shape
     layout = Layout.of(mesh, placements, whole)
     if is_inside:
@@ -79,14 +79,12 @@ def layout_of_gradient(layout: Layout, placements: Any, where: str) -> Layout | 
             shape, expected = wanted.local_shape(rank), layout.local_shape(rank)
             if shape != expected:
                 raise LayoutError(
-                    describe(
-                        where,
-                        f"the gradient's local shape must be that of the value, {expected} on rank"
-                        f" {rank}",
-                        "Pass the grad_placements that the local gradients have",
-                        shape=shape,
-                        grad_placements=wanted.placements,
-                    )
+                    where,
+                    f"the gradient's local shape must be that of the value, {expected} on rank"
+                    f" {rank}",
+                    "Pass the grad_placements that the local gradients have",
+                    shape=shape,
+                    grad_placements=wanted.placements,
                 )
         mesh.decisions[key] = True
     return wanted
@@ -108,12 +106,10 @@ def _refuse_misfit(layout: Layout, rank: int, got: tuple[int, ...]) -> None:
     expected = layout.local_shape(rank)
     if got != expected:
         raise LayoutError(
-            describe(
-                _WHERE,
-                f"the local shape on rank {rank} must be {expected} for {layout!r}",
-                "Pass shape= with the global shape; shards must have torch.chunk's sizes",
-                local_shape=got,
-            )
+            _WHERE,
+            f"the local shape on rank {rank} must be {expected} for {layout!r}",
+            "Pass shape= with the global shape; shards must have torch.chunk's sizes",
+            local_shape=got,
         )
 
 
@@ -199,7 +195,7 @@ def _refuse_unequal_copies(mesh: DeviceMesh, copies: list[bool], held: dict[int,
 
 def _refuse(must: str, got: object, expected: object) -> NoReturn:
     do = "Pass parts of one tensor; distribute_tensor makes them from the data of one rank"
-    raise LayoutError(describe(_WHERE, must, do, value=got, expected=expected))
+    raise LayoutError(_WHERE, must, do, value=got, expected=expected)
 
 
 def _fingerprint(local: torch.Tensor) -> int:

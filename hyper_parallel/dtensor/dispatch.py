@@ -21,7 +21,7 @@ from hyper_parallel.dtensor import entries, inplace, lists, ops, views
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.pending import bare, is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.signatures import op_name
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 
 __all__ = ["ROUTES", "engine_call", "find_route", "served_by"]
 
@@ -151,13 +151,11 @@ def _refuse_collective(
 ) -> NoReturn:
     """Refuse torch's own collectives, which would run on a copy and lose the result."""
     raise LayoutError(
-        describe(
-            f"torch.distributed.{name}",
-            "the tensor must be plain",
-            "Call it on to_local() to work on this rank's part; to reduce or gather a DTensor,"
-            " use redistribute",
-            tensor="DTensor",
-        )
+        f"torch.distributed.{name}",
+        "the tensor must be plain",
+        "Call it on to_local() to work on this rank's part; to reduce or gather a DTensor,"
+        " use redistribute",
+        tensor="DTensor",
     )
 
 
@@ -170,12 +168,10 @@ def _data(
     tensor, value = args
     if not isinstance(value, cls):
         raise LayoutError(
-            describe(
-                "DTensor.data",
-                "the new data must be a DTensor",
-                "Distribute it first with distribute_tensor",
-                data=type(value).__name__,
-            )
+            "DTensor.data",
+            "the new data must be a DTensor",
+            "Distribute it first with distribute_tensor",
+            data=type(value).__name__,
         )
     own, given = tensor._local, value._local
     with without_torch_function():
@@ -218,7 +214,7 @@ def _detach_in_place(tensor: Any) -> Any:
         torch.utils.swap_tensors(tensor, _detach(type(tensor), tensor))
     except RuntimeError as error:
         must = "the tensor must not be kept for backward by a torch.autograd.Function"
-        raise LayoutError(describe("DTensor op 'detach_'", must, "Use detach()")) from error
+        raise LayoutError("DTensor op 'detach_'", must, "Use detach()") from error
     return tensor
 
 
@@ -280,11 +276,9 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
     is_copy = name == "copy_" and len({getattr(x, "_layout", None) for x in args[:2]}) == 1
     if name not in _ENGINE_UNARY and not is_copy:
         raise HyperParallelError(
-            describe(
-                f"aten.{name}",
-                "torch must not run this op on the local part of a DTensor behind its back",
-                "Call it on the DTensor from Python, outside of torch.func, or on to_local()",
-            )
+            f"aten.{name}",
+            "torch must not run this op on the local part of a DTensor behind its back",
+            "Call it on the DTensor from Python, outside of torch.func, or on to_local()",
         )
     source = args[0]
     result = func(*[x._local if isinstance(x, cls) else x for x in args], **kwargs)

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hyper_parallel.dtensor.local_op import graph_part, plain_gradient
 from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.wrapping import wrap
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 
 __all__ = ["backward", "backward_of", "grad", "read_grad", "register_hook", "write_grad"]
 
@@ -85,12 +85,10 @@ def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[A
             seeds.append(grad)
         else:
             raise LayoutError(
-                describe(
-                    "backward",
-                    "the gradient of a DTensor must be a DTensor",
-                    "Distribute it as the output is",
-                    gradient=type(grad).__name__,
-                )
+                "backward",
+                "the gradient of a DTensor must be a DTensor",
+                "Distribute it as the output is",
+                gradient=type(grad).__name__,
             )
     return parts, seeds
 
@@ -161,12 +159,10 @@ def grad(
     """Serve torch.autograd.grad; gradients of DTensors are DTensors in the cotangent layout."""
     if kwargs.get("is_grads_batched"):
         raise HyperParallelError(
-            describe(
-                "torch.autograd.grad",
-                "gradients of DTensors must not be batched",
-                "Call it once for each of grad_outputs",
-                is_grads_batched=True,
-            )
+            "torch.autograd.grad",
+            "gradients of DTensors must not be batched",
+            "Call it once for each of grad_outputs",
+            is_grads_batched=True,
         )
     is_materialized = kwargs.pop("materialize_grads", False)
     if is_materialized:
@@ -233,13 +229,11 @@ def write_grad(tensor: Any, value: Any = None) -> None:
 
 def _refuse_shape(where: str, tensor: Any, grad: Any) -> NoReturn:
     raise LayoutError(
-        describe(
-            where,
-            f"the gradient must be a DTensor of global shape {tuple(tensor.shape)}",
-            "Wrap a local gradient with DTensor.from_local",
-            grad=type(grad).__name__,
-            shape=tuple(getattr(grad, "shape", ())),
-        )
+        where,
+        f"the gradient must be a DTensor of global shape {tuple(tensor.shape)}",
+        "Wrap a local gradient with DTensor.from_local",
+        grad=type(grad).__name__,
+        shape=tuple(getattr(grad, "shape", ())),
     )
 
 

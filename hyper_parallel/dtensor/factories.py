@@ -13,7 +13,7 @@ from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.random import fill
 from hyper_parallel.dtensor.read import read_mesh, read_placements, refuse_pending
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
@@ -160,14 +160,12 @@ def _made(
 ) -> DTensor:
     """Make this rank's part as torch's function of that name does, or fill it with a draw."""
     if memory is not torch.strided:
-        raise LayoutError(
-            describe(name, "layout must be torch.strided", "Leave it out", layout=memory)
-        )
+        raise LayoutError(name, "layout must be torch.strided", "Leave it out", layout=memory)
     draw = _DRAWS.get(name)
     drawn = dtype or torch.get_default_dtype()
     if draw and not (drawn.is_floating_point or drawn.is_complex):
         must = "dtype must be floating point or complex"
-        raise LayoutError(describe(name, must, "Cast what it gives", dtype=drawn))
+        raise LayoutError(name, must, "Cast what it gives", dtype=drawn)
     mesh = read_mesh(on[0], name)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     layout = Layout(mesh, read_placements(on[1], mesh, name), shape)

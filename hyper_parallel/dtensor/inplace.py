@@ -26,7 +26,7 @@ from hyper_parallel.dtensor.random import FILLS, fill
 from hyper_parallel.dtensor.read import refuse_other_meshes, whole_of
 from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.dtensor.wrapping import is_tied
-from hyper_parallel.errors import LayoutError, RuleError, describe
+from hyper_parallel.errors import LayoutError, RuleError
 from hyper_parallel.rules.pointwise import ELEMENTWISE
 
 __all__ = ["brought", "is_in_place", "is_pointwise", "refuse_gradient", "refuse_lost_write", "run"]
@@ -156,12 +156,10 @@ def _by_way_of_result(
         result = torch.fill(target, *others, **named)
     elif plain is None or base in _RESHAPING:
         raise RuleError(
-            describe(
-                f"DTensor op {name!r}",
-                "an in-place op on a DTensor must keep its shape, and exist not in-place",
-                "Use another op, or write to the local part with to_local()",
-                layout=target._layout,
-            )
+            f"DTensor op {name!r}",
+            "an in-place op on a DTensor must keep its shape, and exist not in-place",
+            "Use another op, or write to the local part with to_local()",
+            layout=target._layout,
         )
     elif plain is func:
         result = func(*others, **named)
@@ -171,12 +169,10 @@ def _by_way_of_result(
     for written, value in pairs:
         if value.shape != written.shape:
             raise LayoutError(
-                describe(
-                    f"DTensor op {name!r}",
-                    f"the tensor that is written to must have the result's shape {value.shape}",
-                    "Pass one of that shape; a DTensor is not resized",
-                    shape=written.shape,
-                )
+                f"DTensor op {name!r}",
+                f"the tensor that is written to must have the result's shape {value.shape}",
+                "Pass one of that shape; a DTensor is not resized",
+                shape=written.shape,
             )
         layout = written._layout
         if layout.mesh.get_coordinate() is not None:
@@ -204,12 +200,10 @@ def _split_target(
 def _refuse_target(cls: type[Any], where: str, target: Any) -> None:
     if not isinstance(target, cls):
         raise LayoutError(
-            describe(
-                where,
-                "the tensor that is written to must be a DTensor, as another operand is",
-                "Assign the result of the op that is not in-place, or work on to_local()",
-                target=type(target).__name__,
-            )
+            where,
+            "the tensor that is written to must be a DTensor, as another operand is",
+            "Assign the result of the op that is not in-place, or work on to_local()",
+            target=type(target).__name__,
         )
     refuse_lost_write(where, target)
 
@@ -218,13 +212,11 @@ def refuse_lost_write(where: str, target: Any) -> None:
     """Refuse to write into a view of a copy; see [Note: lost writes] in views.py."""
     if target._write_is_lost:
         raise LayoutError(
-            describe(
-                where,
-                "the target must not be a view that was gathered, since the tensor that it is a"
-                " view of would not change",
-                "Write to the whole tensor, to to_local(), or to a clone() of the view",
-                layout=target._layout,
-            )
+            where,
+            "the target must not be a view that was gathered, since the tensor that it is a"
+            " view of would not change",
+            "Write to the whole tensor, to to_local(), or to a clone() of the view",
+            layout=target._layout,
         )
 
 
@@ -232,12 +224,10 @@ def refuse_gradient(where: str, values: Sequence[Any]) -> None:
     """Refuse an in-place op or a list op that autograd would have to know of."""
     if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):
         raise LayoutError(
-            describe(
-                where,
-                "an in-place op or a list op on DTensors must not need a gradient",
-                "Use the op that is neither, or torch.no_grad(). Recorded are element-wise in-place"
-                " ops on results of ops",
-            )
+            where,
+            "an in-place op or a list op on DTensors must not need a gradient",
+            "Use the op that is neither, or torch.no_grad(). Recorded are element-wise in-place"
+            " ops on results of ops",
         )
 
 
@@ -277,13 +267,11 @@ def _operand(
         # A plain full tensor, as load_state_dict copies in: every rank takes its own part.
         return move(value, layout.replicated, layout)
     raise LayoutError(
-        describe(
-            where,
-            f"every operand must have the target's global shape {layout.shape}",
-            "Expand and distribute it first",
-            shape=tuple(value.shape),
-            operand=type(value).__name__,
-        )
+        where,
+        f"every operand must have the target's global shape {layout.shape}",
+        "Expand and distribute it first",
+        shape=tuple(value.shape),
+        operand=type(value).__name__,
     )
 
 

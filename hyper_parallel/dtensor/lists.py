@@ -19,7 +19,7 @@ from hyper_parallel.dtensor.inplace import (
 )
 from hyper_parallel.dtensor.read import whole_of
 from hyper_parallel.dtensor.wrapping import wrap
-from hyper_parallel.errors import LayoutError, RuleError, describe
+from hyper_parallel.errors import LayoutError, RuleError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import reduce
 
@@ -56,11 +56,9 @@ def list_op(
     layouts = _layouts_of(cls, first)
     if any([layout is not None and layout.has_partial for layout in layouts]):  # noqa: C419  # quick
         raise RuleError(
-            describe(
-                f"DTensor op {name!r}",
-                "operands must not be pending reductions",
-                "Redistribute them to Replicate first",
-            )
+            f"DTensor op {name!r}",
+            "operands must not be pending reductions",
+            "Redistribute them to Replicate first",
         )
     is_in_place = name.endswith("_")
     _refuse_writes(name, args, is_in_place)
@@ -99,11 +97,9 @@ def _locals_of(values: Sequence[Any]) -> list[torch.Tensor]:
 def _refuse_name(name: str) -> None:
     if name not in _FUSED and not is_pointwise(name.removeprefix("_foreach_").rstrip("_")):
         raise RuleError(
-            describe(
-                f"DTensor op {name!r}",
-                "a list op on DTensors must be pointwise",
-                "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
-            )
+            f"DTensor op {name!r}",
+            "a list op on DTensors must be pointwise",
+            "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
         )
 
 
@@ -148,15 +144,13 @@ def _list_operand(cls: type[Any], name: str, value: Any, layout: Layout | None) 
     elif layout is None or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     raise LayoutError(
-        describe(
-            f"DTensor op {name!r}",
-            "tensors at the same place of all lists must be DTensors of one shape"
-            + (" and layout" if is_fused else " (or broadcast to the first)")
-            + ", or all be plain",
-            "Distribute the plain ones, or call the op on each tensor",
-            first=layout,
-            other=getattr(value, "_layout", None) or tuple(value.shape),
-        )
+        f"DTensor op {name!r}",
+        "tensors at the same place of all lists must be DTensors of one shape"
+        + (" and layout" if is_fused else " (or broadcast to the first)")
+        + ", or all be plain",
+        "Distribute the plain ones, or call the op on each tensor",
+        first=layout,
+        other=getattr(value, "_layout", None) or tuple(value.shape),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hyper_parallel.core import Layout, Partial
 from hyper_parallel.dtensor.pending import pending, without_torch_function
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.executor import program
 from hyper_parallel.runtime.rows import gather_dim, reduce
@@ -85,12 +85,10 @@ def refuse_create_graph(where: str) -> None:
     """
     if torch.is_grad_enabled():
         raise HyperParallelError(
-            describe(
-                where,
-                "backward must run without create_graph",
-                "Second derivatives through distributed ops are not supported",
-                create_graph=True,
-            )
+            where,
+            "backward must run without create_graph",
+            "Second derivatives through distributed ops are not supported",
+            create_graph=True,
         )
 
 
@@ -185,13 +183,11 @@ class ToLocal(torch.autograd.Function):
         layout = tensor._layout
         if grad_layout is None and not _linear_partials(layout):
             raise LayoutError(
-                describe(
-                    "DTensor.to_local",
-                    "a pending max, min or product that needs a gradient has none without"
-                    " grad_placements",
-                    "Redistribute to Replicate first, or pass grad_placements",
-                    placements=layout.placements,
-                )
+                "DTensor.to_local",
+                "a pending max, min or product that needs a gradient has none without"
+                " grad_placements",
+                "Redistribute to Replicate first, or pass grad_placements",
+                placements=layout.placements,
             )
         ctx.cls, ctx.layout, ctx.grad_layout = type(tensor), layout, grad_layout
         ctx.to_leaf = _is_leaf(tensor)

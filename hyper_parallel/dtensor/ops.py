@@ -24,7 +24,7 @@ from hyper_parallel.dtensor.random import agree
 from hyper_parallel.dtensor.read import refuse_other_meshes
 from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.dtensor.views import gives_views, memory_of
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = ["run"]
 
@@ -191,12 +191,10 @@ class _Watch(TorchDispatchMode):
         ]
         if any(isinstance(t, torch.Tensor) and memory_of(t) in self.copies for t in written):
             raise LayoutError(
-                describe(
-                    f"DTensor op {self.name!r}",
-                    "an op without a rule must not write into a DTensor that is not replicated",
-                    "Call it on the local part, to_local(), or on a plain tensor",
-                    writes=str(func),
-                )
+                f"DTensor op {self.name!r}",
+                "an op without a rule must not write into a DTensor that is not replicated",
+                "Call it on the local part, to_local(), or on a plain tensor",
+                writes=str(func),
             )
 
 
@@ -227,12 +225,10 @@ def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
         if kwargs.get(option):
             instead = ", and use Adam in place of SparseAdam" if option == "sparse" else ""
             raise LayoutError(
-                describe(
-                    f"DTensor op {name!r}",
-                    f"{option} is not supported on DTensors",
-                    f"Leave {option} out{instead}",
-                    **{option: kwargs[option]},
-                )
+                f"DTensor op {name!r}",
+                f"{option} is not supported on DTensors",
+                f"Leave {option} out{instead}",
+                **{option: kwargs[option]},
             )
 
 

@@ -23,7 +23,7 @@ from hyper_parallel.dtensor.local_op import without_dispatch
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = ["step_locally"]
 
@@ -121,22 +121,18 @@ def _refuse(optimizer: Any) -> None:
     where = "step_locally"
     if not isinstance(optimizer, _ELEMENTWISE):
         raise LayoutError(
-            describe(
-                where,
-                "the optimizer must be one of torch's that work element by element",
-                "Step it as it is: it then works on DTensors",
-                optimizer=type(optimizer).__name__,
-            )
+            where,
+            "the optimizer must be one of torch's that work element by element",
+            "Step it as it is: it then works on DTensors",
+            optimizer=type(optimizer).__name__,
         )
     for group in optimizer.param_groups:
         if any(map(is_torch_dtensor, group["params"])):
             raise LayoutError(
-                describe(
-                    where,
-                    "the parameters must be DTensors of hyper_parallel, or plain",
-                    "Step an optimizer of FSDP2's parameters as it is",
-                    parameter="torch.distributed.tensor.DTensor",
-                )
+                where,
+                "the parameters must be DTensors of hyper_parallel, or plain",
+                "Step an optimizer of FSDP2's parameters as it is",
+                parameter="torch.distributed.tensor.DTensor",
             )
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from hyper_parallel.dtensor.known import KnownCall
 from hyper_parallel.dtensor.local_op import needs_grad
 from hyper_parallel.dtensor.result_shapes import on_meta
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["outside", "refuse_value"]
@@ -105,11 +105,8 @@ def refuse_value(mesh: DeviceMesh, where: str) -> NoReturn:
         LayoutError: always.
     """
     raise LayoutError(
-        describe(
-            where,
-            "only a rank of the mesh may ask for a value",
-            f"rank {mesh.get_rank()} not in mesh: guard it with"
-            " `mesh.get_coordinate() is not None`",
-            mesh=mesh,
-        )
+        where,
+        "only a rank of the mesh may ask for a value",
+        f"rank {mesh.get_rank()} not in mesh: guard it with `mesh.get_coordinate() is not None`",
+        mesh=mesh,
     )

@@ -28,7 +28,7 @@ import torch
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.read import read_mesh, whole_of
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["FILLS", "agree", "drawing", "fill", "manual_seed", "own_draw"]
@@ -72,13 +72,11 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
     least, most = _extremes(mesh, int(seed) % 2**63)
     if least != most:
         raise LayoutError(
-            describe(
-                "manual_seed",
-                "every rank of the mesh must pass the same seed",
-                "Pass one seed; shards draw different numbers all the same",
-                least=least,
-                most=most,
-            )
+            "manual_seed",
+            "every rank of the mesh must pass the same seed",
+            "Pass one seed; shards draw different numbers all the same",
+            least=least,
+            most=most,
         )
     torch.manual_seed(seed)
 
@@ -103,13 +101,11 @@ def agree(mesh: DeviceMesh, device: torch.device, name: str) -> None:
     least, most = _extremes(mesh, _digest(_default(device).get_state(), 0) >> 2)
     if least != most:
         raise LayoutError(
-            describe(
-                f"DTensor op {name!r}",
-                "random states must be the same on every rank of the mesh",
-                "Call hyper_parallel.manual_seed(seed, mesh) after everything that draws on one"
-                " rank only",
-                mesh=mesh,
-            )
+            f"DTensor op {name!r}",
+            "random states must be the same on every rank of the mesh",
+            "Call hyper_parallel.manual_seed(seed, mesh) after everything that draws on one"
+            " rank only",
+            mesh=mesh,
         )
     known.add(group)
 

@@ -42,7 +42,7 @@ from hyper_parallel.dtensor.read import (
     refuse_pending,
     refuse_slices,
 )
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.mesh import restore_mesh
 
@@ -159,12 +159,10 @@ class DTensor(torch.Tensor):
         where = "DTensor.from_local"
         if isinstance(local_tensor, DTensor):
             raise LayoutError(
-                describe(
-                    where,
-                    "local_tensor must be a plain tensor",
-                    "Use redistribute to change the layout of a DTensor",
-                    local_tensor=type(local_tensor).__name__,
-                )
+                where,
+                "local_tensor must be a plain tensor",
+                "Use redistribute to change the layout of a DTensor",
+                local_tensor=type(local_tensor).__name__,
             )
         mesh = read_mesh(device_mesh, where)
         layout = layout_of_local(
