@@ -6,21 +6,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from hyper_parallel.core import Layout, Placement
 from hyper_parallel.core.placement import normalize
-from hyper_parallel.dtensor.read import (
-    read_placements,
-    refuse_other_tensors,
-    refuse_pending,
-)
+from hyper_parallel.dtensor.read import refuse_other_tensors, refuse_pending
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["layout_of_gradient", "layout_of_local"]
+__all__ = ["layout_of_local"]
 
 _WHERE = "DTensor.from_local"
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
@@ -63,33 +59,6 @@ def layout_of_local(
     return layout
 
 
-def layout_of_gradient(layout: Layout, placements: Any, where: str) -> Layout | None:
-    """Give the layout that `grad_placements` say, of parts as large as the value's; None for None.
-
-    Raises:
-        LayoutError: a rank's gradient would have another shape than its value.
-    """
-    if placements is None:
-        return None
-    mesh: Any = layout.mesh
-    wanted = layout.with_placements(read_placements(placements, mesh, where))
-    key = ("gradient", layout, wanted)
-    if key not in mesh.decisions:
-        for rank in mesh.ranks:
-            shape, expected = wanted.local_shape(rank), layout.local_shape(rank)
-            if shape != expected:
-                raise LayoutError(
-                    where,
-                    f"the gradient's local shape must be that of the value, {expected} on rank"
-                    f" {rank}",
-                    "Pass the grad_placements that the local gradients have",
-                    shape=shape,
-                    grad_placements=wanted.placements,
-                )
-        mesh.decisions[key] = True
-    return wanted
-
-
 def _even_shape(
     local: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[int, ...]:
@@ -113,16 +82,6 @@ def _refuse_misfit(layout: Layout, rank: int, got: tuple[int, ...]) -> None:
         )
 
 
-class _Declared(NamedTuple):
-    """What one rank declares, as integers: the first that all ranks exchange."""
-
-    placements: int
-    num_global_dims: int
-    dtype: int
-    ndim: int
-    fingerprint: int
-
-
 def _check_everywhere(
     local: torch.Tensor,
     mesh: DeviceMesh,
@@ -138,15 +97,15 @@ def _check_everywhere(
         LayoutError: a rank differs; the text is the same on every rank.
     """
     copies = [p.is_replicate() and n > 1 for p, n in zip(placements, mesh.shape, strict=True)]
-    mine = _Declared(
-        placements=_digest(repr(placements).encode()),
-        num_global_dims=-1 if shape is None else len(shape),
-        dtype=_DTYPES.index(local.dtype),
-        ndim=local.ndim,
-        fingerprint=_fingerprint(local) if any(copies) and not local.is_meta else 0,
-    )
-    every = {rank: _Declared(*held) for rank, held in _exchanged(mesh, mine).items()}
-    for i, name in enumerate(("placements (a digest)", "len(shape), or -1", "dtype", "ndim")):
+    mine = {
+        "placements (a digest)": _digest(repr(placements).encode()),
+        "len(shape), or -1": -1 if shape is None else len(shape),
+        "dtype": _DTYPES.index(local.dtype),
+        "ndim": local.ndim,
+    }
+    fingerprint = _fingerprint(local) if any(copies) and not local.is_meta else 0
+    every = _exchanged(mesh, [*mine.values(), fingerprint])
+    for i, name in enumerate(mine):
         _refuse_difference(name, {rank: held[i] for rank, held in every.items()})
     shapes = _exchanged(mesh, (*local.shape, *(shape or ())))
     _refuse_difference("shape", {rank: held[local.ndim :] for rank, held in shapes.items()})
@@ -157,7 +116,7 @@ def _check_everywhere(
     layout = Layout.of(mesh, placements, whole)
     for rank in mesh.ranks:
         _refuse_misfit(layout, rank, got[rank])
-    _refuse_unequal_copies(mesh, copies, {rank: every[rank].fingerprint for rank in mesh.ranks})
+    _refuse_unequal_copies(mesh, copies, {rank: held[-1] for rank, held in every.items()})
 
 
 def _exchanged(mesh: DeviceMesh, values: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout, Replicate
-from hyper_parallel.dtensor.moves import FromLocal
+from hyper_parallel.dtensor.edges import declared
 from hyper_parallel.dtensor.read import is_torch_dtensor
 from hyper_parallel.errors import LayoutError
 
@@ -65,7 +65,7 @@ def counts_as_replicated(cls: type[Any], value: Any) -> bool:
 def replicated(cls: type[Any], value: torch.Tensor, mesh: Any) -> Any:
     """Make a replicated DTensor of a plain tensor, which gets the whole gradient."""
     layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(value.shape))
-    return FromLocal.apply(cls, value, layout, None)
+    return declared(cls, value, layout)
 
 
 def plain_operand(where: str, value: torch.Tensor, **found: Any) -> LayoutError:

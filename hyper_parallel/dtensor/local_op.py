@@ -181,16 +181,20 @@ def _is_foreign(tensor: Any) -> bool:
     """Tell whether a Function that was made elsewhere gave it, so that its gradient is wrapped."""
     with without_torch_function():
         node: Any = tensor.grad_fn
-    return isinstance(node, BackwardCFunction) and not hasattr(node, "takes_plain")
+    return isinstance(node, BackwardCFunction) and not hasattr(node, "takes_pending")
 
 
 def _lend(tensor: Any, lies: Layout, dst: Layout | None = None) -> torch.Tensor:
     """Hand out the local part, moved if asked, of which the gradient is laid out in `lies`."""
     source, src, wrapper = tensor._graph, tensor._layout, None
+    back = (lies, src.cotangent)
     if source is None:
         source, wrapper = tensor, type(tensor) if _is_foreign(tensor) else None
-    ends, back = (src, dst or src), (lies, src.cotangent)
-    return Lend.apply(source, tensor._local, ends, back, wrapper)  # type: ignore[return-value]
+        with without_torch_function():
+            node: Any = tensor.grad_fn
+        if hasattr(node, "takes_pending"):  # a move, which goes back from where the gradient lies
+            back, wrapper = (lies, lies), type(tensor)
+    return Lend.apply(source, tensor._local, (src, dst or src), back, wrapper)  # type: ignore[return-value]
 
 
 class Lend(torch.autograd.Function):

@@ -29,9 +29,10 @@ from hyper_parallel.core import (
     StridedShard,
 )
 from hyper_parallel.dtensor import dispatch, entries
-from hyper_parallel.dtensor.declare import layout_of_gradient, layout_of_local
-from hyper_parallel.dtensor.local_op import expect_wrapped, graph_part, needs_grad, redistributed
-from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, ToLocal, move
+from hyper_parallel.dtensor.declare import layout_of_local
+from hyper_parallel.dtensor.edges import declared, handed_out, layout_of_gradient
+from hyper_parallel.dtensor.local_op import graph_part, needs_grad, redistributed
+from hyper_parallel.dtensor.moves import PLAIN, How, move
 from hyper_parallel.dtensor.outside import refuse_value
 from hyper_parallel.dtensor.pending import LocalPart, bare
 from hyper_parallel.dtensor.read import (
@@ -169,7 +170,7 @@ class DTensor(torch.Tensor):
             local_tensor, mesh, read_placements(placements, mesh, where), shape, run_check
         )
         grad_layout = layout_of_gradient(layout, grad_placements, where)
-        return FromLocal.apply(DTensor, local_tensor, layout, grad_layout)  # type: ignore[return-value]
+        return declared(DTensor, local_tensor, layout, grad_layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Hand out this rank's part as a plain tensor that shares storage.
@@ -195,9 +196,8 @@ class DTensor(torch.Tensor):
         if grad_placements is None and not self._layout.has_partial:
             part = graph_part(self)
             return part.view_as(part)
-        grad_layout = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
-        expect_wrapped(self)
-        return ToLocal.apply(self, grad_layout)  # type: ignore[return-value]
+        lies = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
+        return handed_out(self, lies)
 
     def redistribute(
         self,

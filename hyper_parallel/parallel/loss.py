@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from hyper_parallel.core import Layout, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.dispatch import served_by
+from hyper_parallel.dtensor.edges import declared
 from hyper_parallel.dtensor.implicit import counts_as_replicated
 from hyper_parallel.dtensor.local_op import redistributed
-from hyper_parallel.dtensor.moves import FromLocal
 from hyper_parallel.dtensor.read import refuse_other_tensors
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.parallel.targets import (
@@ -177,7 +177,7 @@ def _bring(target: Any, layout: Layout, where: str) -> Tensor:
                     placements=layout.placements,
                 )
             )
-        target = FromLocal.apply(DTensor, target, layout.replicated, None)
+        target = declared(DTensor, target, layout.replicated)
     if target._layout != layout:  # type: ignore[union-attr]
         target = redistributed(target, layout)
     return target.to_local()  # type: ignore[union-attr]
@@ -329,7 +329,7 @@ def _over_batch(x: Tensor, reading: Reading) -> Tensor:
 def as_dtensor(loss: Tensor, reading: Reading, reduction: str) -> Any:
     """Say where the result of `finish` lies."""
     layout = reading.rows if reduction == "none" else reading.rows.replicated.with_shape(())
-    return FromLocal.apply(DTensor, loss, layout, None)
+    return declared(DTensor, loss, layout)
 
 
 def _loss_dtype(logits: Tensor) -> torch.dtype:
@@ -354,7 +354,7 @@ def _log_softmax(
     if reading is None or not reading.local.is_floating_point():
         return NotImplemented
     result = log_softmax(reading.local, reading.place).movedim(-1, dim)
-    return FromLocal.apply(DTensor, result, input._layout.cotangent, None)
+    return declared(DTensor, result, input._layout.cotangent)
 
 
 def _softmax(input: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:

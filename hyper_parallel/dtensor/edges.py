@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The edge between plain local tensors and DTensors: what gradients are on either side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.core import Layout, Partial
+from hyper_parallel.dtensor.local_op import graph_part
+from hyper_parallel.dtensor.moves import arrived, move, refuse_create_graph
+from hyper_parallel.dtensor.read import read_placements
+from hyper_parallel.dtensor.wrapping import wrap
+from hyper_parallel.errors import LayoutError
+from hyper_parallel.runtime import DeviceMesh
+from hyper_parallel.runtime.rows import gather_dim, reduce
+
+__all__ = ["declared", "handed_out", "layout_of_gradient"]
+
+
+def layout_of_gradient(layout: Layout, placements: Any, where: str) -> Layout | None:
+    """Give the layout that `grad_placements` say, of parts as large as the value's; None for None.
+
+    Raises:
+        LayoutError: a rank's gradient would have another shape than its value.
+    """
+    if placements is None:
+        return None
+    mesh: Any = layout.mesh
+    wanted = layout.with_placements(read_placements(placements, mesh, where))
+    key = ("gradient", layout, wanted)
+    if key not in mesh.decisions:
+        for rank in mesh.ranks:
+            shape, expected = wanted.local_shape(rank), layout.local_shape(rank)
+            if shape != expected:
+                raise LayoutError(
+                    where,
+                    f"the gradient's local shape must be that of the value, {expected} on rank"
+                    f" {rank}",
+                    "Pass the grad_placements that the local gradients have",
+                    shape=shape,
+                    grad_placements=wanted.placements,
+                )
+        mesh.decisions[key] = True
+    return wanted
+
+
+def declared(
+    cls: type[Any], local: torch.Tensor, layout: Layout, grad_layout: Layout | None = None
+) -> Any:
+    """Make a DTensor of which a plain tensor is this rank's part.
+
+    Communicates:
+        Backward: what brings the gradient to `grad_layout`, or makes it that of a pending max,
+        min (two all-reduces) or product (one all-gather).
+    """
+    mesh: Any = layout.mesh
+    is_inside = mesh.get_coordinate() is not None  # else what it passes is no part
+    if not (torch.is_grad_enabled() and local.requires_grad):
+        return wrap(cls, local.detach() if is_inside else local.new_empty(0), layout)
+    pending = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
+    if is_inside and grad_layout is None and pending <= {"sum"}:
+        return wrap(cls, local.view_as(local), layout)
+    return _Declare.apply(cls, local, layout, grad_layout)
+
+
+class _Declare(torch.autograd.Function):
+    """A DTensor of this rank's part, of which the gradient is not the local one as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cls: type[Any], local: torch.Tensor, layout: Layout, grad_layout: Layout | None
+    ) -> Any:
+        ctx.cls, ctx.layout, ctx.grad_layout, ctx.outside = cls, layout, grad_layout, None
+        ctx.takes_pending = True
+        mesh: Any = layout.mesh
+        if mesh.get_coordinate() is None:
+            ctx.outside = local.detach()
+            return cls(local.new_empty(0), layout)
+        if grad_layout is None and not _linear_partials(layout):
+            ctx.save_for_backward(local)
+        return cls(local.detach(), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        refuse_create_graph("DTensor.from_local")
+        if ctx.outside is not None:
+            return None, torch.zeros_like(ctx.outside), None, None
+        cotangent = ctx.layout.cotangent
+        local, lies = arrived(ctx, grad, cotangent)
+        grad = move(local, lies, ctx.grad_layout or cotangent)
+        if ctx.grad_layout is None:
+            if not _linear_partials(ctx.layout):
+                (saved,) = ctx.saved_tensors
+                grad = grad * _share(saved, ctx.layout)
+            elif (count := _average_count(ctx.layout)) > 1:
+                grad = grad / count
+        return None, grad, None, None
+
+
+def handed_out(tensor: Any, grad_layout: Layout | None) -> torch.Tensor:
+    """Give the part of a DTensor that needs a gradient, which is declared to lie in `grad_layout`.
+
+    Communicates:
+        Backward: what brings it to the cotangent layout.
+
+    Raises:
+        LayoutError: a pending max, min or product, and no `grad_layout`.
+    """
+    layout: Layout = tensor._layout
+    if grad_layout is None and not _linear_partials(layout):
+        raise LayoutError(
+            "DTensor.to_local",
+            "a pending max, min or product that needs a gradient has none without grad_placements",
+            "Redistribute to Replicate first, or pass grad_placements",
+            placements=layout.placements,
+        )
+    part = graph_part(tensor, None if grad_layout == layout.cotangent else grad_layout)
+    part = part.view_as(part)
+    count = _average_count(layout) if grad_layout is None else 1
+    if count > 1:
+        part.register_hook(lambda grad: grad * count)
+        part = part.view_as(part)
+    return part
+
+
+def _linear_partials(layout: Layout) -> bool:
+    """Tell whether no axis of more than one rank holds a pending max, min or product."""
+    return all(
+        size == 1 or not isinstance(p, Partial) or p.reduce_op in ("sum", "avg")
+        for size, p in zip(layout.mesh.shape, layout.placements, strict=True)
+    )
+
+
+def _average_count(layout: Layout) -> int:
+    """Give the number of contributions that pending averages divide by."""
+    count = 1
+    for axis, placement in enumerate(layout.placements):
+        if placement.is_partial("avg"):
+            count *= layout.mesh.shape[axis]
+    return count
+
+
+def _share(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Give d(reduced)/d(local) of a pending max, min (ties share equally) or product."""
+    mesh: Any = layout.mesh
+    axes = [i for i, p in enumerate(layout.placements) if p.is_partial() and mesh.shape[i] > 1]
+    if any(layout.placements[axis].is_partial("product") for axis in axes):
+        return _others_product(local, mesh, axes)
+    result = local
+    for axis in axes:
+        placement = layout.placements[axis]
+        assert isinstance(placement, Partial)  # noqa: S101
+        result = reduce(mesh, axis, result.clone(), placement.reduce_op)
+    hit = (local == result).to(local.dtype)
+    count = hit
+    for axis in axes:
+        count = reduce(mesh, axis, count.clone(), "sum")
+    return hit / count
+
+
+def _others_product(local: torch.Tensor, mesh: DeviceMesh, axes: list[int]) -> torch.Tensor:
+    """Multiply the other ranks' contributions; exact where some are zero."""
+    factor = torch.ones_like(local)
+    whole = local
+    for axis in axes:
+        parts = gather_dim(mesh, axis, whole.unsqueeze(0), 0, [1] * mesh.shape[axis])
+        mine = mesh.my_coordinate[axis]
+        for index in range(mesh.shape[axis]):
+            if index != mine:
+                factor = factor * parts[index]
+        whole = parts.prod(0)
+    return factor
