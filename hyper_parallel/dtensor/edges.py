@@ -59,8 +59,7 @@ def declared(
     is_inside = mesh.get_coordinate() is not None  # else what it passes is no part
     if not (torch.is_grad_enabled() and local.requires_grad):
         return wrap(cls, local.detach() if is_inside else local.new_empty(0), layout)
-    pending = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
-    if is_inside and grad_layout is None and pending <= {"sum"}:
+    if is_inside and grad_layout is None and _count(layout) == 1:
         return wrap(cls, local.view_as(local), layout)
     return _Declare.apply(cls, local, layout, grad_layout)
 
@@ -78,7 +77,7 @@ class _Declare(torch.autograd.Function):
         if mesh.get_coordinate() is None:
             ctx.outside = local.detach()
             return cls(local.new_empty(0), layout)
-        if grad_layout is None and not _linear_partials(layout):
+        if grad_layout is None and _count(layout) is None:
             ctx.save_for_backward(local)
         return cls(local.detach(), layout)
 
@@ -90,12 +89,11 @@ class _Declare(torch.autograd.Function):
         cotangent = ctx.layout.cotangent
         local, lies = arrived(ctx, grad, cotangent)
         grad = move(local, lies, ctx.grad_layout or cotangent)
-        if ctx.grad_layout is None:
-            if not _linear_partials(ctx.layout):
-                (saved,) = ctx.saved_tensors
-                grad = grad * _share(saved, ctx.layout)
-            elif (count := _average_count(ctx.layout)) > 1:
-                grad = grad / count
+        if ctx.saved_tensors:
+            (saved,) = ctx.saved_tensors
+            grad = grad * _share(saved, ctx.layout)
+        elif ctx.grad_layout is None:
+            grad = grad / (_count(ctx.layout) or 1)
         return None, grad, None, None
 
 
@@ -109,7 +107,8 @@ def handed_out(tensor: Any, grad_layout: Layout | None) -> torch.Tensor:
         LayoutError: a pending max, min or product, and no `grad_layout`.
     """
     layout: Layout = tensor._layout
-    if grad_layout is None and not _linear_partials(layout):
+    count = _count(layout) if grad_layout is None and layout.has_partial else 1
+    if count is None:
         raise LayoutError(
             "DTensor.to_local",
             "a pending max, min or product that needs a gradient has none without grad_placements",
@@ -117,28 +116,20 @@ def handed_out(tensor: Any, grad_layout: Layout | None) -> torch.Tensor:
             placements=layout.placements,
         )
     part = graph_part(tensor, None if grad_layout == layout.cotangent else grad_layout)
-    part = part.view_as(part)
-    count = _average_count(layout) if grad_layout is None else 1
     if count > 1:
-        part.register_hook(lambda grad: grad * count)
         part = part.view_as(part)
-    return part
+        part.register_hook(lambda grad: grad * count)
+    return part.view_as(part)
 
 
-def _linear_partials(layout: Layout) -> bool:
-    """Tell whether no axis of more than one rank holds a pending max, min or product."""
-    return all(
-        size == 1 or not isinstance(p, Partial) or p.reduce_op in ("sum", "avg")
-        for size, p in zip(layout.mesh.shape, layout.placements, strict=True)
-    )
-
-
-def _average_count(layout: Layout) -> int:
-    """Give the number of contributions that pending averages divide by."""
+def _count(layout: Layout) -> int | None:
+    """Give what pending averages divide by; None for a pending max, min or product."""
     count = 1
-    for axis, placement in enumerate(layout.placements):
-        if placement.is_partial("avg"):
-            count *= layout.mesh.shape[axis]
+    for size, placement in zip(layout.mesh.shape, layout.placements, strict=True):
+        if size > 1 and isinstance(placement, Partial) and placement.reduce_op != "sum":
+            if placement.reduce_op != "avg":
+                return None
+            count *= size
     return count
 
 

@@ -31,7 +31,7 @@ from hyper_parallel.core import (
 from hyper_parallel.dtensor import dispatch, entries
 from hyper_parallel.dtensor.declare import layout_of_local
 from hyper_parallel.dtensor.edges import declared, handed_out, layout_of_gradient
-from hyper_parallel.dtensor.local_op import graph_part, needs_grad, redistributed
+from hyper_parallel.dtensor.local_op import needs_grad, redistributed
 from hyper_parallel.dtensor.moves import PLAIN, How, move
 from hyper_parallel.dtensor.outside import refuse_value
 from hyper_parallel.dtensor.pending import LocalPart, bare
@@ -193,9 +193,6 @@ class DTensor(torch.Tensor):
         """
         if not needs_grad((self,)):
             return self._local
-        if grad_placements is None and not self._layout.has_partial:
-            part = graph_part(self)
-            return part.view_as(part)
         lies = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
         return handed_out(self, lies)
 
