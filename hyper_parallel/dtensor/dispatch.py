@@ -250,7 +250,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.autograd.backward: entries.backward,
-    torch.Tensor.backward: entries.backward_of,
+    torch.Tensor.backward: lambda cls, *args, **kwargs: entries.backward_of(*args, **kwargs),
     torch.Tensor.register_hook: entries.register_hook,
     torch.autograd.grad: entries.grad,
     torch.nn.init.constant_: _constant,

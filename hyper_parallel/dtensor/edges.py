@@ -115,7 +115,9 @@ def handed_out(tensor: Any, grad_layout: Layout | None) -> torch.Tensor:
             "Redistribute to Replicate first, or pass grad_placements",
             placements=layout.placements,
         )
-    part = graph_part(tensor, None if grad_layout == layout.cotangent else grad_layout)
+    if grad_layout is not None and grad_layout == layout.cotangent:
+        grad_layout = None
+    part = graph_part(tensor, grad_layout)
     if count > 1:
         part = part.view_as(part)
         part.register_hook(lambda grad: grad * count)

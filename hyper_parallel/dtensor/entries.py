@@ -135,16 +135,15 @@ def backward(  # noqa: PLR0913  # torch's signature
     )
 
 
-def backward_of(  # torch's signature
-    cls: type[Any],
+def backward_of(
     tensor: Any,
     gradient: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Serve `tensor.backward`."""
-    backward(cls, [tensor], [gradient], retain_graph, create_graph, None, inputs)
+    """Compute the gradients of the graph's leaves, as torch.Tensor.backward does."""
+    backward(type(tensor), [tensor], [gradient], retain_graph, create_graph, None, inputs)
 
 
 def _fits(part: Any, seed: Any) -> bool:

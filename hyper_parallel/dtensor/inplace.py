@@ -122,7 +122,8 @@ def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, 
     layout = target._layout  # type: ignore[attr-defined]
     if layout.has_partial:
         return _allowed_on_pending(cls, base, target, operands)
-    return all(_broadcast(o._layout, layout) for o in operands if isinstance(o, cls))  # type: ignore[attr-defined]
+    others = [o._layout for o in operands if isinstance(o, cls)]  # type: ignore[attr-defined]
+    return all([lies is layout or _broadcast(lies, layout) for lies in others])  # noqa: C419  # quick
 
 
 def _is_recordable(cls: type[Any], base: str, target: Any) -> bool:
