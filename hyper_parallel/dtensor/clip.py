@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout
+from hyper_parallel.dtensor.entries import accumulated
 from hyper_parallel.dtensor.interop import local_of, sharded_axes
-from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.tensor import DTensor
 from hyper_parallel.errors import HyperParallelError, LayoutError
 from hyper_parallel.runtime import DeviceMesh
@@ -23,8 +23,6 @@ __all__ = ["clip_grad_norm_", "get_total_norm"]
 Cut = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh, and the axes that cut a tensor
 Where = Cut | Layout
 Groups = list[tuple[Cut, list[torch.Tensor]]]
-
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 def get_total_norm(
@@ -220,12 +218,10 @@ def clip_grad_norm_(
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> Groups:
     """Give the local gradients, whose storage may be written to."""
-    with without_torch_function():
-        raws = [_get_grad(p) for p in parameters]
     return _grouped(
         # What is plain lies in the cotangent layout; see [Note: gradients] in tensor.py.
         (p._layout, raw) if type(raw) is torch.Tensor and type(p) is DTensor else _lying(p.grad)  # type: ignore[arg-type]
-        for p, raw in zip(parameters, raws, strict=True)
+        for p, raw in zip(parameters, accumulated(parameters), strict=True)
         if raw is not None
     )
 

@@ -84,19 +84,7 @@ def decide(
     *,
     bound: BoundCall,
 ) -> Spec | None:
-    """Decide a call.
-
-    Args:
-        cls: the DTensor class.
-        name: the op's name in the rule tables.
-        func: the torch function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        bound: the same, with operands told from static arguments.
-
-    Returns:
-        The decision; None where no rule describes this form of the call.
-    """
+    """Decide a call of an op of the rule tables; None where no rule describes this form of it."""
     if name not in names():
         return None
     try:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,15 @@ from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import HyperParallelError, LayoutError
 
-__all__ = ["backward", "backward_of", "grad", "read_grad", "register_hook", "write_grad"]
+__all__ = [
+    "accumulated",
+    "backward",
+    "backward_of",
+    "grad",
+    "read_grad",
+    "register_hook",
+    "write_grad",
+]
 
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
@@ -208,6 +216,12 @@ def read_grad(tensor: Any) -> Any:
     grad = wrap(cls, raw, tensor._layout.cotangent)
     tensor._shown_grad = (raw, grad)
     return grad
+
+
+def accumulated(tensors: Sequence[Any]) -> list[Any]:
+    """Give what autograd has accumulated, which is plain but for what a user's Function gave."""
+    with without_torch_function():
+        return [_get_grad(tensor) for tensor in tensors]
 
 
 def write_grad(tensor: Any, value: Any = None) -> None:

@@ -136,14 +136,7 @@ def plain_gradient(grad: Any, target: Layout) -> torch.Tensor:
 
 
 def graph_part(tensor: Any, lies: Layout | None = None) -> torch.Tensor:
-    """Give the local part as a plain tensor through which gradients flow to the DTensor.
-
-    Args:
-        tensor: the DTensor.
-        lies: the layout of those gradients, if it is not the cotangent layout.
-
-    Returns:
-        The plain tensor; part of the graph if the DTensor is.
+    """Give the local part as a plain tensor through which gradients, laid out in `lies`, flow back.
 
     Communicates:
         Backward: the move from `lies`, once for all that flows through one such part.

@@ -30,16 +30,7 @@ __all__ = ["run"]
 
 
 def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one out-of-place op.
-
-    Args:
-        cls: the DTensor class.
-        func: the torch function.
-        args: its arguments; tensors among them are DTensors, or 0-dim plain tensors.
-        kwargs: its keyword arguments.
-
-    Returns:
-        What the op returns, tensors as DTensors.
+    """Run one out-of-place op, of DTensors, numbers and plain tensors without dims.
 
     Communicates:
         Forward: what moves operands to where the decision wants them. Backward: the way back,

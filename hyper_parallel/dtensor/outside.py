@@ -33,18 +33,7 @@ def outside(
     kwargs: dict[str, Any],
     tensors: list[Any],
 ) -> Any:
-    """Run an op on a rank outside the mesh; see [Note: outside].
-
-    Args:
-        cls: the DTensor class.
-        known: what was decided.
-        func: the torch function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        tensors: the DTensors among them, where the op needs them.
-
-    Returns:
-        What the op returns, tensors as DTensors that hold nothing.
+    """Run an op on a rank outside the mesh: its results hold nothing; see [Note: outside].
 
     Raises:
         LayoutError: the op asks for a value.

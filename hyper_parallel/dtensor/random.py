@@ -121,12 +121,7 @@ def _extremes(mesh: DeviceMesh, value: int) -> tuple[int, int]:
 
 
 def drawing(layout: Layout, name: str, values: Sequence[Any]) -> AbstractContextManager[None]:
-    """Give what a random op runs in; see [Note: random numbers].
-
-    Args:
-        layout: where the drawn values lie.
-        name: the op.
-        values: its arguments, with a generator or without.
+    """Give what an op runs in whose draws lie in `layout`; see [Note: random numbers].
 
     Communicates:
         The comparison of `agree`.

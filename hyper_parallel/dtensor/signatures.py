@@ -22,19 +22,12 @@ __all__ = ["BoundCall", "Parameter", "bind_call", "by_name", "op_name"]
 _RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 
 _CASTS: dict[str, torch.dtype] = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "long": torch.int64,
-    "int": torch.int32,
-    "short": torch.int16,
+    **{
+        name: getattr(torch, name)
+        for name in "float double half bfloat16 long int short bool cfloat cdouble chalf".split()
+    },
     "char": torch.int8,
     "byte": torch.uint8,
-    "bool": torch.bool,
-    "cfloat": torch.complex64,
-    "cdouble": torch.complex128,
-    "chalf": torch.complex32,
 }
 
 
@@ -115,16 +108,7 @@ def _renamed(params: Sequence[Parameter], kwargs: Mapping[str, Any]) -> Mapping[
 
 
 def by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a call's arguments by the names in the table; those of an unknown op as they come.
-
-    Args:
-        name: the op's name from `op_name`.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        What the call gives; parameters that it leaves out are absent.
-    """
+    """Give a call's arguments by the names in the table; those of an unknown op as they come."""
     params = _SIGNATURES.get(name, _ONE)
     left = dict(_renamed(params, kwargs))
     found: dict[str, Any] = {}
@@ -139,17 +123,7 @@ def by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
-    """Tell a call's operands from its static arguments.
-
-    Args:
-        name: the op's name from `op_name`.
-        func: the torch function, which tells the target of a cast.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        Operands in the order of the op's parameters, and static arguments.
-    """
+    """Tell a call's operands, in the order of the op's parameters, from its static arguments."""
     params = _SIGNATURES.get(name)
     if params is None and name != "to":
         return _bind_unnamed(args, kwargs)

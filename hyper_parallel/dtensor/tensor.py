@@ -374,7 +374,7 @@ class DTensor(torch.Tensor):
     # ------------------------------------------------------------------ gradients
 
     grad = property(entries.read_grad, entries.write_grad, entries.write_grad)  # type: ignore[assignment]
-    backward = entries.backward_of
+    backward = entries.backward_of  # type: ignore[assignment]
 
     def local_in(self, layout: Layout) -> torch.Tensor:
         """Give this rank's part in another layout; not differentiable. Internal."""
