@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """In-place ops on DTensors, and `out=`.
 
-The target's layout is fixed, so the other operands of an element-wise op come to it; on a result of
-an op it is recorded, as autograd does for plain tensors. Any other op runs as the op that is not
-in-place, and what it gives is copied into the target. An op that would change the target's shape or
-layout, or lose a write to a view, is refused.
+The target's layout is fixed, so the other operands of an element-wise op come to it. Any other op
+runs as the op that is not in-place, and what it gives is copied into the target. An op that would
+change the target's shape or layout, or lose a write to a view, is refused.
 """
 
 from __future__ import annotations

@@ -74,8 +74,10 @@ def _run_first(
     flat, tree = tree_flatten((args, kwargs))
     if _lift_plain(cls, flat):
         return run(cls, func, *tree_unflatten(flat, tree))
+    for i, leaf in enumerate(flat):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim:
+            raise plain_operand(f"DTensor op {name!r}", leaf, argument=i)
     tensors = [leaf for leaf in flat if isinstance(leaf, cls)]
-    _refuse_plain(cls, name, flat)
     if kwargs:
         _refuse_options(name, kwargs)
     refuse_other_meshes(f"DTensor op {name!r}", [t._layout.mesh for t in tensors])
@@ -207,9 +209,6 @@ def _moved_statistics(
     return [(t, now) for t, now in pairs if now is not t and any(t is one for one in statistics)]
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
     """Refuse options that write into an operand, or whose gradient is not dense."""
     for option in ("inplace", "max_norm", "sparse"):
@@ -221,9 +220,3 @@ def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
                 f"Leave {option} out{instead}",
                 **{option: kwargs[option]},
             )
-
-
-def _refuse_plain(cls: type[Any], name: str, flat: list[Any]) -> None:
-    for i, leaf in enumerate(flat):
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim:
-            raise plain_operand(f"DTensor op {name!r}", leaf, argument=i)
