@@ -69,7 +69,7 @@ def distribute_tensor(
     where = "distribute_tensor"
     refuse_other_tensors(tensor, where)
     mesh = read_mesh(device_mesh, where)
-    layout = Layout(mesh, read_placements(placements, mesh, where), tuple(tensor.shape))
+    layout = Layout.of(mesh, read_placements(placements, mesh, where), tuple(tensor.shape))
     refuse_pending(tensor.dtype, layout.placements, where)
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
         raise LayoutError(

@@ -56,6 +56,7 @@ def declared(
         min (two all-reduces) or product (one all-gather).
     """
     mesh: Any = layout.mesh
+    layout = Layout.of(mesh, layout.placements, layout.shape)  # see [Note: known calls]
     is_inside = mesh.get_coordinate() is not None  # else what it passes is no part
     if not (torch.is_grad_enabled() and local.requires_grad):
         return wrap(cls, local.detach() if is_inside else local.new_empty(0), layout)
