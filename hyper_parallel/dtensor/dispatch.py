@@ -30,12 +30,11 @@ _OP_GETTERS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 # Said of, or to, the tensor that all gradients pass.
 _RECORDED = frozenset(("grad_fn", "output_nr", "retain_grad"))
 _NATIVE = frozenset(
-    "__set__ requires_grad_ data_ptr untyped_storage storage_offset"
-    " is_contiguous element_size is_floating_point is_complex is_signed is_tensor is_inference"
-    " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
-    " get_device register_post_accumulate_grad_hook __hash__".split()
+    "__set__ requires_grad_ element_size is_signed is_tensor is_inference is_conj is_neg _is_view"
+    " _has_compatible_shallow_copy_type get_device register_post_accumulate_grad_hook"
+    " __hash__".split()
 )
-# Of these, what a result that is still on its way cannot answer.
+# What a result that is still on its way cannot answer.
 _READING = frozenset(
     "data_ptr untyped_storage storage_offset is_contiguous is_shared is_pinned is_set_to".split()
 )
@@ -56,7 +55,7 @@ def served_by(functions: _Functions) -> Generator[None]:
 
 
 Route = Callable[[type[Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-# Who serves a function, for those that were called.
+# Who serves a function, for those that were called; a dict is twice as fast as lru_cache.
 ROUTES: dict[Any, Route] = {}
 _MAX_ROUTES = 4096
 
@@ -87,7 +86,9 @@ def _route_of(func: Any) -> Route:
         ask = methodcaller(name)
         return lambda cls, func, args, kwargs: ask(bare(args[0]))
     if name in _NATIVE:
-        return _reading if name in _READING else _native
+        return _native
+    if name in _READING:
+        return _reading
     if getattr(func, "__module__", "").startswith("torch.distributed."):
         return partial(_refuse_collective, name)
     special = _SPECIAL.get(func)

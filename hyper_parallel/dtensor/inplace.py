@@ -176,11 +176,8 @@ def _by_way_of_result(
             )
         layout = written._layout
         if layout.mesh.get_coordinate() is not None:
-            local, lies = (
-                getattr(value, "_local", value),
-                getattr(value, "_layout", layout.replicated),
-            )
-            written._local.copy_(move(local.detach(), lies, layout))
+            lies = getattr(value, "_layout", layout.replicated)
+            written._local.copy_(move(getattr(value, "_local", value).detach(), lies, layout))
     return target
 
 

@@ -86,14 +86,9 @@ def _run_first(
     has_rule = spec is not None
     if spec is None:
         spec, order = gathered(name, tensors), range(len(tensors))
+    is_view = gives_views(name, bound)
     known = KnownCall.of(
-        tensors,
-        args,
-        kwargs,
-        name=name,
-        spec=spec,
-        order=order or (),
-        is_view=gives_views(name, bound),
+        tensors, args, kwargs, name=name, spec=spec, order=order or (), is_view=is_view
     )
     moved = known.moved(tensors)
     updated = _moved_statistics(name, args, kwargs, tensors, moved)
