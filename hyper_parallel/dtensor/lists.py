@@ -54,12 +54,13 @@ def list_op(
     _refuse_name(name)
     first: Sequence[Any] = args[0]
     layouts = _layouts_of(cls, first)
-    if any([layout is not None and layout.has_partial for layout in layouts]):  # noqa: C419  # quick
-        raise RuleError(
-            f"DTensor op {name!r}",
-            "operands must not be pending reductions",
-            "Redistribute them to Replicate first",
-        )
+    for layout in layouts:
+        if layout is not None and layout.has_partial:
+            raise RuleError(
+                f"DTensor op {name!r}",
+                "operands must not be pending reductions",
+                "Redistribute them to Replicate first",
+            )
     is_in_place = name.endswith("_")
     _refuse_writes(name, args, is_in_place)
     local_args = [_local_list(cls, name, arg, layouts) for arg in args[1:]]

@@ -193,7 +193,9 @@ class DTensor(torch.Tensor):
         """
         if not needs_grad((self,)):
             return self._local
-        lies = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
+        lies = None
+        if grad_placements is not None:
+            lies = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
         return handed_out(self, lies)
 
     def redistribute(
