@@ -18,7 +18,10 @@ __all__ = [
 
 
 class HyperParallelError(RuntimeError):
-    """Any error this library raises on purpose."""
+    """Any error this library raises on purpose: of a text, or of what `describe` makes one."""
+
+    def __init__(self, where: str, must: str = "", do: str = "", /, **got: object) -> None:
+        super().__init__(describe(where, must, do, **got) if must else where)
 
 
 class LayoutError(HyperParallelError, ValueError):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hyper_parallel.core import Layout, Placement, Replicate, Shard
-from hyper_parallel.dtensor.moves import move, refuse_create_graph
+from hyper_parallel.dtensor.local_op import Lend
+from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.read import (
     read_mesh,
     read_placements,
@@ -18,7 +19,8 @@ from hyper_parallel.dtensor.read import (
     refuse_pending,
 )
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.dtensor.wrapping import wrap
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import scatter_from
 
@@ -67,56 +69,36 @@ def distribute_tensor(
     where = "distribute_tensor"
     refuse_other_tensors(tensor, where)
     mesh = read_mesh(device_mesh, where)
-    layout = Layout(mesh, read_placements(placements, mesh, where), tuple(tensor.shape))
+    layout = Layout.of(mesh, read_placements(placements, mesh, where), tuple(tensor.shape))
     refuse_pending(tensor.dtype, layout.placements, where)
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
         raise LayoutError(
-            describe(
-                where,
-                f"src_data_rank must be a position on every axis of {mesh!r}, or None",
-                "Pass the position whose data counts",
-                src_data_rank=src_data_rank,
-            )
+            where,
+            f"src_data_rank must be a position on every axis of {mesh!r}, or None",
+            "Pass the position whose data counts",
+            src_data_rank=src_data_rank,
         )
     if isinstance(tensor, DTensor):
         if tensor.layout == layout:
             return tensor
         raise LayoutError(
-            describe(
-                where,
-                "tensor must be plain, or a DTensor in this very layout",
-                "Use redistribute to move a DTensor",
-                tensor=tensor.layout,
-                placements=layout.placements,
-            )
+            where,
+            "tensor must be plain, or a DTensor in this very layout",
+            "Use redistribute to move a DTensor",
+            tensor=tensor.layout,
+            placements=layout.placements,
         )
     if mesh.get_coordinate() is None:
         return DTensor(tensor.new_empty(0), layout, requires_grad=tensor.requires_grad)
-    if not tensor.is_leaf:
-        return _Distribute.apply(tensor, layout, src_data_rank)  # type: ignore[return-value]
     with torch.no_grad():
         local = _cut(tensor.detach(), layout, src_data_rank)
+    if not tensor.is_leaf:  # every rank's copy gets the full gradient
+        back = (layout.cotangent, layout.replicated)
+        return wrap(DTensor, Lend.apply(tensor, local, (layout, layout), back, None), layout)  # type: ignore[arg-type]
     result = DTensor(local, layout, requires_grad=tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
     return result
-
-
-class _Distribute(torch.autograd.Function):
-    """Distribute a whole tensor that has a history; every rank's copy gets the full gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> Any:
-        ctx.layout, ctx.takes_plain = layout, True
-        return DTensor(_cut(tensor.detach(), layout, src_data_rank), layout)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        refuse_create_graph("distribute_tensor")
-        layout = ctx.layout.cotangent
-        local, lies = (grad._local, grad._layout) if isinstance(grad, DTensor) else (grad, layout)
-        whole = layout.replicated
-        return move(local, lies, whole), None, None
 
 
 def _cut(tensor: torch.Tensor, layout: Layout, src_data_rank: int | None) -> torch.Tensor:

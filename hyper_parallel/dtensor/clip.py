@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout
+from hyper_parallel.dtensor.entries import accumulated
 from hyper_parallel.dtensor.interop import local_of, sharded_axes
-from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import reduce
 
@@ -23,8 +23,6 @@ __all__ = ["clip_grad_norm_", "get_total_norm"]
 Cut = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh, and the axes that cut a tensor
 Where = Cut | Layout
 Groups = list[tuple[Cut, list[torch.Tensor]]]
-
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 def get_total_norm(
@@ -75,12 +73,10 @@ def _total(
         total = torch.linalg.vector_norm(stacked, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise HyperParallelError(
-            describe(
-                "get_total_norm",
-                f"the total norm of order {norm_type} must be finite",
-                "Set error_if_nonfinite=False to go on with it",
-                total_norm=total.item(),
-            )
+            "get_total_norm",
+            f"the total norm of order {norm_type} must be finite",
+            "Set error_if_nonfinite=False to go on with it",
+            total_norm=total.item(),
         )
     return total
 
@@ -126,12 +122,10 @@ def _mesh_norm(
         return torch.nn.utils.get_total_norm(everything, norm_type, foreach=foreach)
     if norm_type == 0:
         raise LayoutError(
-            describe(
-                "get_total_norm",
-                "norm_type must not be 0 for sharded tensors",
-                "Use a positive order, or math.inf",
-                norm_type=norm_type,
-            )
+            "get_total_norm",
+            "norm_type must not be 0 for sharded tensors",
+            "Use a positive order, or math.inf",
+            norm_type=norm_type,
         )
     counted = [
         local
@@ -224,12 +218,10 @@ def clip_grad_norm_(
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> Groups:
     """Give the local gradients, whose storage may be written to."""
-    with without_torch_function():
-        raws = [_get_grad(p) for p in parameters]
     return _grouped(
         # What is plain lies in the cotangent layout; see [Note: gradients] in tensor.py.
         (p._layout, raw) if type(raw) is torch.Tensor and type(p) is DTensor else _lying(p.grad)  # type: ignore[arg-type]
-        for p, raw in zip(parameters, raws, strict=True)
+        for p, raw in zip(parameters, accumulated(parameters), strict=True)
         if raw is not None
     )
 

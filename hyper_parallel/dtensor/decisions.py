@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide an op on concrete layouts: where operands must be, where results and gradients are.
 
-Decisions are cached by op, layouts and static arguments. An op without a rule, or a call that its
-rule does not describe, runs on gathered operands; data-dependent ops are refused.
+An op without a rule, or a call that its rule does not describe, runs on gathered operands;
+data-dependent ops are refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.core.factor import BoundRule, bind
 from hyper_parallel.core.propagate import Decision, Weight, propagate
-from hyper_parallel.dtensor.local_forms import Addressed, Local, form_of
+from hyper_parallel.dtensor.local_forms import Addressed, Local, as_called, form_of
 from hyper_parallel.dtensor.result_shapes import asked_shapes, told_shapes
 from hyper_parallel.dtensor.signatures import BoundCall
-from hyper_parallel.errors import RuleError, describe
-from hyper_parallel.rules import Call, find, names, rules_version
+from hyper_parallel.errors import RuleError
+from hyper_parallel.rules import Call, find, names
 
 __all__ = [
     "Spec",
@@ -47,8 +47,6 @@ _warned: set[str] = set()
 # Why a call of an op did not fit its rule, for the warning.
 _misfits: dict[str, str] = {}
 _strict = threading.local()
-_MAX_SPECS = 4096
-_MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,6 @@ class Spec:
     divisors: tuple[int, ...] = ()
     local: Local | None = None  # None: the op runs on local tensors as it is called
     has_empty: bool = False  # whether some rank's part of an operand or result has no elements
-    random: bool = False  # draws random numbers; see [Note: random numbers] in random.py
 
 
 @contextmanager
@@ -79,80 +76,38 @@ def strict_rules() -> Iterator[None]:
 
 
 def decide(
+    cls: type[Any],
     name: str,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     bound: BoundCall,
-    tensors: Sequence[Any],
 ) -> Spec | None:
-    """Give the cached decision for a call, or None where no rule describes it.
-
-    Args:
-        name: the op's name in the rule tables.
-        func: the torch function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        bound: the same, with operands told from static arguments.
-        tensors: the DTensors among the operands, in the order of the operands.
-
-    Returns:
-        The decision; None also where the rule does not fit this form of the call.
-    """
-    operands = _with_tensors(bound.operands, tensors)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    key = (
-        name,
-        rules_version(),
-        func,
-        bound.static,
-        _kinds(bound.static),
-        needs_grad,
-        tuple(None if t is None else (t._layout, t.dtype) for t in operands),
-    )
-    # Kept on the mesh, not here: what a cache keeps alive, process groups included, dies with it.
-    specs: dict[Any, Spec | None] = tensors[0]._layout.mesh.decisions
-    try:
-        found = specs.get(key, _MISSING)
-    except TypeError:  # an argument that cannot be a key
+    """Decide a call of an op of the rule tables; None where no rule describes this form of it."""
+    if name not in names():
         return None
-    if found is _MISSING:
-        if name not in names():  # not kept: a rule may be registered later
-            return None
-        told = told_shapes(name, operands, dict(bound.static))
-        out_shapes = told or asked_shapes(name, func, args, kwargs)
-        found = _decide(name, bound.static, operands, out_shapes, needs_grad)
-        if found is None and told:
-            asked_shapes(name, func, args, kwargs)  # refuses what torch refuses
-        if len(specs) >= _MAX_SPECS:
-            specs.clear()
-        specs[key] = found
+    try:
+        hash(bound.static)
+    except TypeError:  # a tensor where the rule sees none
+        return None
+    # Scalars and 0-dim plain tensors are no operands of the rule.
+    operands = [x if isinstance(x, cls) else None for x in bound.operands]
+    told = told_shapes(name, operands, dict(bound.static))
+    found = _decide(name, bound.static, operands, told or asked_shapes(name, func, args, kwargs))
+    if found is None and told:
+        asked_shapes(name, func, args, kwargs)  # refuses what torch refuses
     return found
-
-
-def _kinds(value: Any) -> Any:
-    """Give the types in a key, for True, 1 and 1.0 are equal; see [Note: known calls]."""
-    return tuple(map(_kinds, value)) if isinstance(value, tuple) else type(value)
-
-
-def _with_tensors(operands: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Keep the DTensors among the operands; scalars and 0-dim plain tensors become None."""
-    if len(operands) == len(tensors):
-        return operands
-    cls = type(tensors[0])
-    return tuple(operand if isinstance(operand, cls) else None for operand in operands)
 
 
 def _decide(
     name: str,
     static: tuple[tuple[str, Any], ...],
-    operands: tuple[Any, ...],
+    operands: list[Any],
     out_shapes: list[tuple[int, ...]] | None,
-    needs_grad: bool,
 ) -> Spec | None:
-    shapes = tuple(None if t is None else t._layout.shape for t in operands)
-    bound = _bound_rule(name, shapes, static)
+    layouts: list[Layout | None] = [None if t is None else t._layout for t in operands]
+    bound = _bound_rule(name, tuple(x and x.shape for x in layouts), static)
     if bound is None:
         return None
     if out_shapes is None:  # torch cannot tell without data, but the rule may
@@ -163,18 +118,15 @@ def _decide(
         rule = [tuple(shape) for shape in bound.results]
         _misfits[name] = f" ({bound.rule.text!r} gives results of {rule}, the op of {out_shapes})"
         return None
-    present = [(i, t._layout) for i, t in enumerate(operands) if t is not None]
-    mesh = present[0][1].mesh
+    present = [(i, layout) for i, layout in enumerate(layouts) if layout is not None]
     is_cast = _casts_to_integer(static)
     decision = propagate(
         bound,
-        [
-            None if t is None else (t._layout.cotangent if is_cast else t._layout).placements
-            for t in operands
-        ],
-        mesh.shape,
+        [x and (x.cotangent if is_cast else x).placements for x in layouts],
+        present[0][1].mesh.shape,
         itemsizes=[1 if t is None else t.dtype.itemsize for t in operands],
-        needs_grad=needs_grad,
+        needs_grad=torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in operands),
     )
     form = None
     if decision.shifts or bound.rule.local:
@@ -200,7 +152,7 @@ def spec_of(
         for placements, shape in zip(decision.outputs, out_shapes, strict=True)
     )
     local = None
-    if (form or decision.weights) and mesh.get_coordinate() is not None:
+    if (form or decision.weights or is_random) and mesh.get_coordinate() is not None:
         rank = mesh.get_rank()
         addressed = [
             Addressed(s.dim, layout.slices(rank)[s.dim].start, layout.shape[s.dim])
@@ -208,11 +160,12 @@ def spec_of(
             for layout in (inputs[s.source],)
         ]
         local = Local(
-            form=form,
+            form=form or as_called,
             whole=outputs[0].shape,
             shape=outputs[0].local_shape(rank),
             addressed=tuple(addressed),
             weights=_weights(decision.weights, inputs, len(outputs)),
+            drawn=outputs[0] if is_random else None,
         )
     return Spec(
         inputs=tuple(inputs.values()),
@@ -223,7 +176,6 @@ def spec_of(
         divisors=decision.divisors,
         local=local,
         has_empty=any(map(_has_empty, (*inputs.values(), *outputs))),
-        random=is_random,
     )
 
 
@@ -293,12 +245,10 @@ def gathered(name: str, tensors: Sequence[Any]) -> Spec:
     is_strict = getattr(_strict, "on", False) and name not in _READS
     if is_strict or (name in _DATA_DEPENDENT and is_moved):
         raise RuleError(
-            describe(
-                f"DTensor op {name!r}",
-                "the op must have a rule for this call",
-                f"Teach it: {fix}, or run it on full_tensor() or to_local()",
-                layouts=[t._layout for t in tensors],
-            )
+            f"DTensor op {name!r}",
+            "the op must have a rule for this call",
+            f"Teach it: {fix}, or run it on full_tensor() or to_local()",
+            layouts=[t._layout for t in tensors],
         )
     if is_moved and name not in _warned and name not in _READS:
         _warned.add(name)

@@ -6,21 +6,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from hyper_parallel.core import Layout, Placement
 from hyper_parallel.core.placement import normalize
-from hyper_parallel.dtensor.read import (
-    read_placements,
-    refuse_other_tensors,
-    refuse_pending,
-)
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.dtensor.read import refuse_other_tensors, refuse_pending
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["layout_of_gradient", "layout_of_local"]
+__all__ = ["layout_of_local"]
 
 _WHERE = "DTensor.from_local"
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
@@ -46,7 +42,7 @@ def layout_of_local(
     if shape is not None:
         if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
             must = "shape must be a sequence of ints"
-            raise LayoutError(describe(_WHERE, must, "Pass the global shape", shape=shape))
+            raise LayoutError(_WHERE, must, "Pass the global shape", shape=shape)
         shape = tuple(shape)
     is_inside = mesh.get_coordinate() is not None
     if run_check and is_inside:
@@ -55,41 +51,12 @@ def layout_of_local(
     got = tuple(local.shape)
     if shape is None and not is_inside and got == (0,):
         must = "a rank that is not in the mesh must pass the global shape"
-        raise LayoutError(describe(_WHERE, must, "Pass shape=", shape=None, local_shape=got))
+        raise LayoutError(_WHERE, must, "Pass shape=", shape=None, local_shape=got)
     whole = _even_shape(got, mesh, placements) if shape is None else shape
     layout = Layout.of(mesh, placements, whole)
     if is_inside:
         _refuse_misfit(layout, mesh.get_rank(), got)
     return layout
-
-
-def layout_of_gradient(layout: Layout, placements: Any, where: str) -> Layout | None:
-    """Give the layout that `grad_placements` say, of parts as large as the value's; None for None.
-
-    Raises:
-        LayoutError: a rank's gradient would have another shape than its value.
-    """
-    if placements is None:
-        return None
-    mesh: Any = layout.mesh
-    wanted = layout.with_placements(read_placements(placements, mesh, where))
-    key = ("gradient", layout, wanted)
-    if key not in mesh.decisions:
-        for rank in mesh.ranks:
-            shape, expected = wanted.local_shape(rank), layout.local_shape(rank)
-            if shape != expected:
-                raise LayoutError(
-                    describe(
-                        where,
-                        f"the gradient's local shape must be that of the value, {expected} on rank"
-                        f" {rank}",
-                        "Pass the grad_placements that the local gradients have",
-                        shape=shape,
-                        grad_placements=wanted.placements,
-                    )
-                )
-        mesh.decisions[key] = True
-    return wanted
 
 
 def _even_shape(
@@ -108,23 +75,11 @@ def _refuse_misfit(layout: Layout, rank: int, got: tuple[int, ...]) -> None:
     expected = layout.local_shape(rank)
     if got != expected:
         raise LayoutError(
-            describe(
-                _WHERE,
-                f"the local shape on rank {rank} must be {expected} for {layout!r}",
-                "Pass shape= with the global shape; shards must have torch.chunk's sizes",
-                local_shape=got,
-            )
+            _WHERE,
+            f"the local shape on rank {rank} must be {expected} for {layout!r}",
+            "Pass shape= with the global shape; shards must have torch.chunk's sizes",
+            local_shape=got,
         )
-
-
-class _Declared(NamedTuple):
-    """What one rank declares, as integers: the first that all ranks exchange."""
-
-    placements: int
-    num_global_dims: int
-    dtype: int
-    ndim: int
-    fingerprint: int
 
 
 def _check_everywhere(
@@ -142,15 +97,15 @@ def _check_everywhere(
         LayoutError: a rank differs; the text is the same on every rank.
     """
     copies = [p.is_replicate() and n > 1 for p, n in zip(placements, mesh.shape, strict=True)]
-    mine = _Declared(
-        placements=_digest(repr(placements).encode()),
-        num_global_dims=-1 if shape is None else len(shape),
-        dtype=_DTYPES.index(local.dtype),
-        ndim=local.ndim,
-        fingerprint=_fingerprint(local) if any(copies) and not local.is_meta else 0,
-    )
-    every = {rank: _Declared(*held) for rank, held in _exchanged(mesh, mine).items()}
-    for i, name in enumerate(("placements (a digest)", "len(shape), or -1", "dtype", "ndim")):
+    mine = {
+        "placements (a digest)": _digest(repr(placements).encode()),
+        "len(shape), or -1": -1 if shape is None else len(shape),
+        "dtype": _DTYPES.index(local.dtype),
+        "ndim": local.ndim,
+    }
+    fingerprint = _fingerprint(local) if any(copies) and not local.is_meta else 0
+    every = _exchanged(mesh, [*mine.values(), fingerprint])
+    for i, name in enumerate(mine):
         _refuse_difference(name, {rank: held[i] for rank, held in every.items()})
     shapes = _exchanged(mesh, (*local.shape, *(shape or ())))
     _refuse_difference("shape", {rank: held[local.ndim :] for rank, held in shapes.items()})
@@ -161,7 +116,7 @@ def _check_everywhere(
     layout = Layout.of(mesh, placements, whole)
     for rank in mesh.ranks:
         _refuse_misfit(layout, rank, got[rank])
-    _refuse_unequal_copies(mesh, copies, {rank: every[rank].fingerprint for rank in mesh.ranks})
+    _refuse_unequal_copies(mesh, copies, {rank: held[-1] for rank, held in every.items()})
 
 
 def _exchanged(mesh: DeviceMesh, values: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -199,7 +154,7 @@ def _refuse_unequal_copies(mesh: DeviceMesh, copies: list[bool], held: dict[int,
 
 def _refuse(must: str, got: object, expected: object) -> NoReturn:
     do = "Pass parts of one tensor; distribute_tensor makes them from the data of one rank"
-    raise LayoutError(describe(_WHERE, must, do, value=got, expected=expected))
+    raise LayoutError(_WHERE, must, do, value=got, expected=expected)
 
 
 def _fingerprint(local: torch.Tensor) -> int:

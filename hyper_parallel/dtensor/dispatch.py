@@ -17,27 +17,24 @@ from typing import Any, NoReturn
 
 import torch
 
-from hyper_parallel.core import Layout, Replicate
 from hyper_parallel.dtensor import entries, inplace, lists, ops, views
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.pending import bare, is_pending, settle, without_torch_function
 from hyper_parallel.dtensor.signatures import op_name
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 
-__all__ = ["REPLICATE", "ROUTES", "engine_call", "find_route", "served_by"]
-
-REPLICATE = Replicate()
-
+__all__ = ["ROUTES", "engine_call", "find_route", "served_by"]
 
 # Getters that compute a tensor, so they are ops; every other getter is answered by torch.
 _OP_GETTERS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+# Said of, or to, the tensor that all gradients pass.
+_RECORDED = frozenset(("grad_fn", "output_nr", "retain_grad"))
 _NATIVE = frozenset(
-    "__set__ requires_grad_ retain_grad data_ptr untyped_storage storage_offset"
-    " is_contiguous element_size is_floating_point is_complex is_signed is_tensor is_inference"
-    " is_shared is_pinned is_set_to is_conj is_neg _is_view _has_compatible_shallow_copy_type"
-    " get_device register_post_accumulate_grad_hook __hash__".split()
+    "__set__ requires_grad_ element_size is_signed is_tensor is_inference is_conj is_neg _is_view"
+    " _has_compatible_shallow_copy_type get_device register_post_accumulate_grad_hook"
+    " __hash__".split()
 )
-# Of these, what a result that is still on its way cannot answer.
+# What a result that is still on its way cannot answer.
 _READING = frozenset(
     "data_ptr untyped_storage storage_offset is_contiguous is_shared is_pinned is_set_to".split()
 )
@@ -58,7 +55,7 @@ def served_by(functions: _Functions) -> Generator[None]:
 
 
 Route = Callable[[type[Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-# Who serves a function, for those that were called.
+# Who serves a function, for those that were called; a dict is twice as fast as lru_cache.
 ROUTES: dict[Any, Route] = {}
 _MAX_ROUTES = 4096
 
@@ -82,12 +79,16 @@ def _route_of(func: Any) -> Route:
         attribute = getattr(func.__self__, "__name__", "")
         if attribute == "data":
             return partial(_data, name)
-        name = attribute if attribute in _OP_GETTERS else "__set__"
+        name = attribute if attribute in _OP_GETTERS | _RECORDED else "__set__"
+    if name in _RECORDED:
+        return _of_recorded
     if name in ("is_complex", "is_floating_point"):
         ask = methodcaller(name)
         return lambda cls, func, args, kwargs: ask(bare(args[0]))
     if name in _NATIVE:
-        return _reading if name in _READING else _native
+        return _native
+    if name in _READING:
+        return _reading
     if getattr(func, "__module__", "").startswith("torch.distributed."):
         return partial(_refuse_collective, name)
     special = _SPECIAL.get(func)
@@ -101,7 +102,7 @@ def _route_of(func: Any) -> Route:
         return lambda cls, func, args, kwargs: _new(cls, func, *args, **kwargs)
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return lambda cls, func, args, kwargs: lists.list_op(cls, func, name, args, kwargs)
-    if inplace.is_in_place(name, {}):
+    if inplace.is_in_place(name):
         return lambda cls, func, args, kwargs: inplace.run(cls, func, name, args, kwargs)
     return _op
 
@@ -118,6 +119,11 @@ def _native(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Serve what torch answers itself, from the tensor that a DTensor is."""
     with without_torch_function():
         return func(*args, **kwargs)
+
+
+def _of_recorded(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with without_torch_function():
+        return func(args[0]._recorded, *args[1:], **kwargs)
 
 
 def _reading(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,13 +152,11 @@ def _refuse_collective(
 ) -> NoReturn:
     """Refuse torch's own collectives, which would run on a copy and lose the result."""
     raise LayoutError(
-        describe(
-            f"torch.distributed.{name}",
-            "the tensor must be plain",
-            "Call it on to_local() to work on this rank's part; to reduce or gather a DTensor,"
-            " use redistribute",
-            tensor="DTensor",
-        )
+        f"torch.distributed.{name}",
+        "the tensor must be plain",
+        "Call it on to_local() to work on this rank's part; to reduce or gather a DTensor,"
+        " use redistribute",
+        tensor="DTensor",
     )
 
 
@@ -165,12 +169,10 @@ def _data(
     tensor, value = args
     if not isinstance(value, cls):
         raise LayoutError(
-            describe(
-                "DTensor.data",
-                "the new data must be a DTensor",
-                "Distribute it first with distribute_tensor",
-                data=type(value).__name__,
-            )
+            "DTensor.data",
+            "the new data must be a DTensor",
+            "Distribute it first with distribute_tensor",
+            data=type(value).__name__,
         )
     own, given = tensor._local, value._local
     with without_torch_function():
@@ -194,9 +196,8 @@ def _detach(cls: type[Any], tensor: Any) -> Any:
 
 def _new(cls: type[Any], func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Serve `tensor.new_zeros(...)` and its like: a replicated tensor on the same mesh."""
-    local = func(getattr(tensor, "_local", tensor), *args, **kwargs)
-    mesh = tensor._layout.mesh
-    layout = Layout(mesh, (REPLICATE,) * mesh.ndim, tuple(local.shape))
+    local = func(tensor._local, *args, **kwargs)
+    layout = tensor._layout.replicated.with_shape(local.shape)
     return cls(local, layout, requires_grad=local.requires_grad)
 
 
@@ -214,7 +215,7 @@ def _detach_in_place(tensor: Any) -> Any:
         torch.utils.swap_tensors(tensor, _detach(type(tensor), tensor))
     except RuntimeError as error:
         must = "the tensor must not be kept for backward by a torch.autograd.Function"
-        raise LayoutError(describe("DTensor op 'detach_'", must, "Use detach()")) from error
+        raise LayoutError("DTensor op 'detach_'", must, "Use detach()") from error
     return tensor
 
 
@@ -250,7 +251,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.autograd.backward: entries.backward,
-    torch.Tensor.backward: lambda cls, tensor, *args, **kwargs: tensor.backward(*args, **kwargs),
+    torch.Tensor.backward: lambda cls, *args, **kwargs: entries.backward_of(*args, **kwargs),
+    torch.Tensor.register_hook: entries.register_hook,
     torch.autograd.grad: entries.grad,
     torch.nn.init.constant_: _constant,
 }
@@ -275,11 +277,9 @@ def engine_call(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[s
     is_copy = name == "copy_" and len({getattr(x, "_layout", None) for x in args[:2]}) == 1
     if name not in _ENGINE_UNARY and not is_copy:
         raise HyperParallelError(
-            describe(
-                f"aten.{name}",
-                "torch must not run this op on the local part of a DTensor behind its back",
-                "Call it on the DTensor from Python, outside of torch.func, or on to_local()",
-            )
+            f"aten.{name}",
+            "torch must not run this op on the local part of a DTensor behind its back",
+            "Call it on the DTensor from Python, outside of torch.func, or on to_local()",
         )
     source = args[0]
     result = func(*[x._local if isinstance(x, cls) else x for x in args], **kwargs)

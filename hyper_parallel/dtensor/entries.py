@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,9 +12,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hyper_parallel.dtensor.local_op import graph_part, plain_gradient
 from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.wrapping import wrap
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 
-__all__ = ["backward", "grad", "read_grad", "register_hook", "write_grad"]
+__all__ = [
+    "accumulated",
+    "backward",
+    "backward_of",
+    "grad",
+    "read_grad",
+    "register_hook",
+    "write_grad",
+]
 
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
@@ -85,12 +93,10 @@ def _starts(cls: type[Any], tensors: Any, grads: Any) -> tuple[list[Any], list[A
             seeds.append(grad)
         else:
             raise LayoutError(
-                describe(
-                    "backward",
-                    "the gradient of a DTensor must be a DTensor",
-                    "Distribute it as the output is",
-                    gradient=type(grad).__name__,
-                )
+                "backward",
+                "the gradient of a DTensor must be a DTensor",
+                "Distribute it as the output is",
+                gradient=type(grad).__name__,
             )
     return parts, seeds
 
@@ -137,6 +143,17 @@ def backward(  # noqa: PLR0913  # torch's signature
     )
 
 
+def backward_of(
+    tensor: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Compute the gradients of the graph's leaves, as torch.Tensor.backward does."""
+    backward(type(tensor), [tensor], [gradient], retain_graph, create_graph, None, inputs)
+
+
 def _fits(part: Any, seed: Any) -> bool:
     """Tell whether a seed is one that torch takes as it is, which it is slow to find out."""
     is_plain = type(part) is type(seed) is torch.Tensor
@@ -149,12 +166,10 @@ def grad(
     """Serve torch.autograd.grad; gradients of DTensors are DTensors in the cotangent layout."""
     if kwargs.get("is_grads_batched"):
         raise HyperParallelError(
-            describe(
-                "torch.autograd.grad",
-                "gradients of DTensors must not be batched",
-                "Call it once for each of grad_outputs",
-                is_grads_batched=True,
-            )
+            "torch.autograd.grad",
+            "gradients of DTensors must not be batched",
+            "Call it once for each of grad_outputs",
+            is_grads_batched=True,
         )
     is_materialized = kwargs.pop("materialize_grads", False)
     if is_materialized:
@@ -203,6 +218,12 @@ def read_grad(tensor: Any) -> Any:
     return grad
 
 
+def accumulated(tensors: Sequence[Any]) -> list[Any]:
+    """Give what autograd has accumulated, which is plain but for what a user's Function gave."""
+    with without_torch_function():
+        return [_get_grad(tensor) for tensor in tensors]
+
+
 def write_grad(tensor: Any, value: Any = None) -> None:
     """Serve `tensor.grad = value`, and `del tensor.grad`.
 
@@ -221,18 +242,20 @@ def write_grad(tensor: Any, value: Any = None) -> None:
 
 def _refuse_shape(where: str, tensor: Any, grad: Any) -> NoReturn:
     raise LayoutError(
-        describe(
-            where,
-            f"the gradient must be a DTensor of global shape {tuple(tensor.shape)}",
-            "Wrap a local gradient with DTensor.from_local",
-            grad=type(grad).__name__,
-            shape=tuple(getattr(grad, "shape", ())),
-        )
+        where,
+        f"the gradient must be a DTensor of global shape {tuple(tensor.shape)}",
+        "Wrap a local gradient with DTensor.from_local",
+        grad=type(grad).__name__,
+        shape=tuple(getattr(grad, "shape", ())),
     )
 
 
 def register_hook(cls: type[Any], tensor: Any, hook: Callable[[Any], Any]) -> Any:
-    """Serve `tensor.register_hook`: the hook sees DTensors in the cotangent layout."""
+    """Serve `tensor.register_hook`: the hook sees DTensors in the cotangent layout.
+
+    Communicates:
+        Backward: a gradient that is still a pending sum is reduced for the hook.
+    """
     layout = tensor._layout.cotangent
 
     def on_gradient(raw: Any) -> Any:

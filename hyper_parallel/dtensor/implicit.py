@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hyper_parallel.core import Layout, Replicate
-from hyper_parallel.dtensor.moves import FromLocal
+from hyper_parallel.dtensor.edges import declared
 from hyper_parallel.dtensor.read import is_torch_dtensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = ["counts_as_replicated", "implicit_replication", "plain_operand", "replicated"]
 
@@ -65,7 +65,7 @@ def counts_as_replicated(cls: type[Any], value: Any) -> bool:
 def replicated(cls: type[Any], value: torch.Tensor, mesh: Any) -> Any:
     """Make a replicated DTensor of a plain tensor, which gets the whole gradient."""
     layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(value.shape))
-    return FromLocal.apply(cls, value, layout, None)
+    return declared(cls, value, layout)
 
 
 def plain_operand(where: str, value: torch.Tensor, **found: Any) -> LayoutError:
@@ -81,4 +81,4 @@ def plain_operand(where: str, value: torch.Tensor, **found: Any) -> LayoutError:
         do = "Convert torch's with from_torch of hyper_parallel.dtensor.interop"
     elif where.endswith("'cross_entropy'"):
         do += "; losses on cut logits take plain targets inside `with loss_parallel():`"
-    return LayoutError(describe(where, must, do, **found, shape=tuple(value.shape)))
+    return LayoutError(where, must, do, **found, shape=tuple(value.shape))

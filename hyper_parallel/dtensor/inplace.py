@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """In-place ops on DTensors, and `out=`.
 
-The target's layout is fixed, so the other operands of an element-wise op come to it; on a result of
-an op it is recorded, as autograd does for plain tensors. Any other op runs as the op that is not
-in-place, and what it gives is copied into the target. An op that would change the target's shape or
-layout, or lose a write to a view, is refused.
+The target's layout is fixed, so the other operands of an element-wise op come to it. Any other op
+runs as the op that is not in-place, and what it gives is copied into the target. An op that would
+change the target's shape or layout, or lose a write to a view, is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout
+from hyper_parallel.core import Layout, Placement, Replicate
 from hyper_parallel.dtensor import setitem
 from hyper_parallel.dtensor.implicit import counts_as_replicated, plain_operand, replicated
 from hyper_parallel.dtensor.local_op import graph_part, redistributed
@@ -25,10 +25,10 @@ from hyper_parallel.dtensor.random import FILLS, fill
 from hyper_parallel.dtensor.read import refuse_other_meshes, whole_of
 from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.dtensor.wrapping import is_tied
-from hyper_parallel.errors import LayoutError, RuleError, describe
+from hyper_parallel.errors import LayoutError, RuleError
 from hyper_parallel.rules.pointwise import ELEMENTWISE
 
-__all__ = ["is_in_place", "is_pointwise", "refuse_gradient", "refuse_lost_write", "run"]
+__all__ = ["brought", "is_in_place", "is_pointwise", "refuse_gradient", "refuse_lost_write", "run"]
 
 _OPERATORS = {
     "__iadd__": "add",
@@ -48,9 +48,9 @@ _SCALING = frozenset("mul multiply div divide true_divide".split())
 _ADDING = frozenset("add sub subtract copy".split())
 
 
-def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call writes into one of its arguments."""
-    if kwargs.get("out") is not None or name == "__setitem__":
+def is_in_place(name: str) -> bool:
+    """Tell whether an op of this name writes into its first argument."""
+    if name == "__setitem__":
         return True
     if name.startswith("__i") and name.endswith("__"):
         return name not in ("__index__", "__int__", "__invert__")
@@ -118,10 +118,11 @@ def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, 
     """Tell whether an element-wise op may run on the target's local part."""
     if not isinstance(target, cls):
         return False  # several results
-    is_broadcast = any(isinstance(o, cls) and o.ndim and o.shape != target.shape for o in operands)  # type: ignore[attr-defined]
-    return not is_broadcast and (
-        not target._layout.has_partial or _allowed_on_pending(cls, base, target, operands)
-    )
+    layout = target._layout  # type: ignore[attr-defined]
+    if layout.has_partial:
+        return _allowed_on_pending(cls, base, target, operands)
+    others = [o._layout for o in operands if isinstance(o, cls)]  # type: ignore[attr-defined]
+    return all([lies is layout or _broadcast(lies, layout) for lies in others])  # noqa: C419  # quick
 
 
 def _is_recordable(cls: type[Any], base: str, target: Any) -> bool:
@@ -155,12 +156,10 @@ def _by_way_of_result(
         result = torch.fill(target, *others, **named)
     elif plain is None or base in _RESHAPING:
         raise RuleError(
-            describe(
-                f"DTensor op {name!r}",
-                "an in-place op on a DTensor must keep its shape, and exist not in-place",
-                "Use another op, or write to the local part with to_local()",
-                layout=target._layout,
-            )
+            f"DTensor op {name!r}",
+            "an in-place op on a DTensor must keep its shape, and exist not in-place",
+            "Use another op, or write to the local part with to_local()",
+            layout=target._layout,
         )
     elif plain is func:
         result = func(*others, **named)
@@ -170,20 +169,15 @@ def _by_way_of_result(
     for written, value in pairs:
         if value.shape != written.shape:
             raise LayoutError(
-                describe(
-                    f"DTensor op {name!r}",
-                    f"the tensor that is written to must have the result's shape {value.shape}",
-                    "Pass one of that shape; a DTensor is not resized",
-                    shape=written.shape,
-                )
+                f"DTensor op {name!r}",
+                f"the tensor that is written to must have the result's shape {value.shape}",
+                "Pass one of that shape; a DTensor is not resized",
+                shape=written.shape,
             )
         layout = written._layout
         if layout.mesh.get_coordinate() is not None:
-            local, lies = (
-                getattr(value, "_local", value),
-                getattr(value, "_layout", layout.replicated),
-            )
-            written._local.copy_(move(local.detach(), lies, layout))
+            lies = getattr(value, "_layout", layout.replicated)
+            written._local.copy_(move(getattr(value, "_local", value).detach(), lies, layout))
     return target
 
 
@@ -203,12 +197,10 @@ def _split_target(
 def _refuse_target(cls: type[Any], where: str, target: Any) -> None:
     if not isinstance(target, cls):
         raise LayoutError(
-            describe(
-                where,
-                "the tensor that is written to must be a DTensor, as another operand is",
-                "Assign the result of the op that is not in-place, or work on to_local()",
-                target=type(target).__name__,
-            )
+            where,
+            "the tensor that is written to must be a DTensor, as another operand is",
+            "Assign the result of the op that is not in-place, or work on to_local()",
+            target=type(target).__name__,
         )
     refuse_lost_write(where, target)
 
@@ -217,13 +209,11 @@ def refuse_lost_write(where: str, target: Any) -> None:
     """Refuse to write into a view of a copy; see [Note: lost writes] in views.py."""
     if target._write_is_lost:
         raise LayoutError(
-            describe(
-                where,
-                "the target must not be a view that was gathered, since the tensor that it is a"
-                " view of would not change",
-                "Write to the whole tensor, to to_local(), or to a clone() of the view",
-                layout=target._layout,
-            )
+            where,
+            "the target must not be a view that was gathered, since the tensor that it is a"
+            " view of would not change",
+            "Write to the whole tensor, to to_local(), or to a clone() of the view",
+            layout=target._layout,
         )
 
 
@@ -231,12 +221,10 @@ def refuse_gradient(where: str, values: Sequence[Any]) -> None:
     """Refuse an in-place op or a list op that autograd would have to know of."""
     if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):
         raise LayoutError(
-            describe(
-                where,
-                "an in-place op or a list op on DTensors must not need a gradient",
-                "Use the op that is neither, or torch.no_grad(). Recorded are element-wise in-place"
-                " ops on results of ops",
-            )
+            where,
+            "an in-place op or a list op on DTensors must not need a gradient",
+            "Use the op that is neither, or torch.no_grad(). Recorded are element-wise in-place"
+            " ops on results of ops",
         )
 
 
@@ -264,30 +252,47 @@ def _operand(
             value = value if own.shape == layout.shape else value.expand(layout.shape)
             here = value._layout == layout  # type: ignore[attr-defined]
             return graph_part(value if here else redistributed(value, layout))
-        if own == layout:
-            return value._local  # type: ignore[attr-defined]
-        refuse_other_meshes(where, (layout.mesh, own.mesh))
-        if value.ndim == 0 or (layout.is_replicated and value.shape != target.shape):
-            # Broadcast: every rank needs the whole of it.
-            layout = own.replicated
-        if layout.shape == own.shape:
-            return move(value._local, own, layout)  # type: ignore[attr-defined]
-    elif value.ndim == 0 and not (is_recorded and value.requires_grad):
+        return brought(where, value, layout)
+    if value.ndim == 0 and not (is_recorded and value.requires_grad):
         return value
-    elif value.ndim == 0 or counts_as_replicated(cls, value):
+    if value.ndim == 0 or counts_as_replicated(cls, value):
         lifted = replicated(cls, value, layout.mesh)
         return _operand(cls, where, target, is_copy, is_recorded, lifted)
-    elif is_copy and tuple(value.shape) == layout.shape and not layout.has_partial:
+    if not is_copy:
+        raise plain_operand(where, value)
+    if tuple(value.shape) == layout.shape and not layout.has_partial:
         # A plain full tensor, as load_state_dict copies in: every rank takes its own part.
         return move(value, layout.replicated, layout)
-    elif not is_copy:
-        raise plain_operand(where, value)
     raise LayoutError(
-        describe(
-            where,
-            f"every operand must have the target's global shape {layout.shape}",
-            "Expand and distribute it first",
-            shape=tuple(value.shape),
-            operand=type(value).__name__,
-        )
+        where,
+        f"every operand must have the target's global shape {layout.shape}",
+        "Expand and distribute it first",
+        shape=tuple(value.shape),
+        operand=type(value).__name__,
     )
+
+
+def brought(where: str, value: Any, layout: Layout) -> torch.Tensor | None:
+    """Give a DTensor's part as it meets one that lies in `layout`; None: its shape does not fit."""
+    own: Layout = value._layout
+    if own == layout:
+        return value._local
+    refuse_other_meshes(where, (layout.mesh, own.mesh))
+    target = _broadcast(own, layout)
+    return None if target is None else move(value._local, own, target)
+
+
+def _broadcast(own: Layout, layout: Layout) -> Layout | None:
+    """Give where an operand must lie to be broadcast to `layout`; None: its shape does not fit."""
+    missing = len(layout.shape) - len(own.shape)
+    pairs = zip(own.shape, layout.shape[max(missing, 0) :], strict=False)
+    if missing < 0 or any(size not in (1, whole) for size, whole in pairs):
+        return None
+
+    def placed(p: Placement) -> Placement:
+        cut = p.cut_dim
+        if cut is None or cut < missing or own.shape[cut - missing] != layout.shape[cut]:
+            return Replicate()
+        return replace(p, dim=cut - missing)  # type: ignore[type-var]
+
+    return own.with_placements([placed(p) for p in layout.placements])

@@ -17,7 +17,7 @@ from torch import nn
 from hyper_parallel.core import Layout, Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor.read import is_torch_dtensor, read_mesh, read_placement
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = [
@@ -62,12 +62,10 @@ def to_torch(tensor: DTensor, *, handle: Any = None) -> Any:
     mesh = tensor.device_mesh
     if not isinstance(mesh.handle, TorchMesh):
         raise LayoutError(
-            describe(
-                "to_torch",
-                "the mesh must be made of torch process groups",
-                "Use a real world (torchrun) instead of simulated ranks",
-                device_mesh=mesh,
-            )
+            "to_torch",
+            "the mesh must be made of torch process groups",
+            "Use a real world (torchrun) instead of simulated ranks",
+            device_mesh=mesh,
         )
     placements = [torch_placement(p, tensor.layout) for p in tensor.placements]
     if handle is None:
@@ -94,12 +92,10 @@ def from_torch(tensor: Any) -> DTensor:
     """
     if not is_torch_dtensor(tensor):
         raise LayoutError(
-            describe(
-                "from_torch",
-                "the tensor must be torch's DTensor",
-                "Wrap a plain tensor with DTensor.from_local",
-                tensor=type(tensor).__name__,
-            )
+            "from_torch",
+            "the tensor must be torch's DTensor",
+            "Wrap a plain tensor with DTensor.from_local",
+            tensor=type(tensor).__name__,
         )
     placements = tuple(read_placement(p, "from_torch") for p in tensor.placements)
     layout = Layout(mesh_of(tensor), placements, tuple(tensor.shape))
@@ -121,12 +117,10 @@ def torch_placement(placement: Placement, layout: Layout | None = None) -> Any:
     if isinstance(placement, Partial):
         return placement_types.Partial(placement.reduce_op)
     raise LayoutError(
-        describe(
-            "to_torch",
-            "torch must know the placement",
-            "Redistribute to Replicate, or cut where torch.chunk does",
-            placement=placement,
-        )
+        "to_torch",
+        "torch must know the placement",
+        "Redistribute to Replicate, or cut where torch.chunk does",
+        placement=placement,
     )
 
 
@@ -208,11 +202,9 @@ def sharded_axes(tensor: torch.Tensor | Layout) -> tuple[DeviceMesh | None, tupl
         return None, ()
     if any(p.is_partial() for p in placements):
         raise LayoutError(
-            describe(
-                "sharded_axes",
-                "the tensor must not be a pending reduction",
-                "Redistribute it first",
-                placements=tuple(placements),
-            )
+            "sharded_axes",
+            "the tensor must not be a pending reduction",
+            "Redistribute it first",
+            placements=tuple(placements),
         )
     return mesh, tuple(i for i, p in enumerate(placements) if not p.is_replicate())  # type: ignore[return-value]

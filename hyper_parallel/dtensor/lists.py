@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout, Placement, Replicate
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.implicit import counts_as_replicated, replicated
-from hyper_parallel.dtensor.inplace import is_pointwise, refuse_gradient, refuse_lost_write
-from hyper_parallel.dtensor.moves import move
-from hyper_parallel.dtensor.read import refuse_other_meshes, whole_of
+from hyper_parallel.dtensor.inplace import (
+    brought,
+    is_pointwise,
+    refuse_gradient,
+    refuse_lost_write,
+)
+from hyper_parallel.dtensor.read import whole_of
 from hyper_parallel.dtensor.wrapping import wrap
-from hyper_parallel.errors import LayoutError, RuleError, describe
+from hyper_parallel.errors import LayoutError, RuleError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import reduce
 
@@ -53,7 +56,11 @@ def list_op(
     layouts = _layouts_of(cls, first)
     for layout in layouts:
         if layout is not None and layout.has_partial:
-            _refuse_pending(name)
+            raise RuleError(
+                f"DTensor op {name!r}",
+                "operands must not be pending reductions",
+                "Redistribute them to Replicate first",
+            )
     is_in_place = name.endswith("_")
     _refuse_writes(name, args, is_in_place)
     local_args = [_local_list(cls, name, arg, layouts) for arg in args[1:]]
@@ -91,22 +98,10 @@ def _locals_of(values: Sequence[Any]) -> list[torch.Tensor]:
 def _refuse_name(name: str) -> None:
     if name not in _FUSED and not is_pointwise(name.removeprefix("_foreach_").rstrip("_")):
         raise RuleError(
-            describe(
-                f"DTensor op {name!r}",
-                "a list op on DTensors must be pointwise",
-                "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
-            )
-        )
-
-
-def _refuse_pending(name: str) -> NoReturn:
-    raise RuleError(
-        describe(
             f"DTensor op {name!r}",
-            "operands must not be pending reductions",
-            "Redistribute them to Replicate first",
+            "a list op on DTensors must be pointwise",
+            "Call the op on each tensor (for norms: hyper_parallel.clip_grad_norm_)",
         )
-    )
 
 
 def _refuse_writes(name: str, args: tuple[Any, ...], is_in_place: bool) -> None:
@@ -142,45 +137,22 @@ def _list_operand(cls: type[Any], name: str, value: Any, layout: Layout | None) 
     if layout is not None and counts_as_replicated(cls, value) and value.ndim:
         value = replicated(cls, value, layout.mesh)
     if isinstance(value, cls):
-        own: Layout = value._layout
         if value.ndim == 0 and (layout is None or layout.shape != ()):
             return whole_of(cls, value)
-        if layout == own:
-            return value._local
-        if layout is not None:
-            refuse_other_meshes(f"DTensor op {name!r}", (layout.mesh, own.mesh))
-        target = None if layout is None or is_fused else _broadcast(own, layout)
-        if target is not None:
-            return move(value._local, own, target)
+        part = None if layout is None else brought(f"DTensor op {name!r}", value, layout)
+        if part is not None and not (is_fused and value._layout != layout):
+            return part
     elif layout is None or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     raise LayoutError(
-        describe(
-            f"DTensor op {name!r}",
-            "tensors at the same place of all lists must be DTensors of one shape"
-            + (" and layout" if is_fused else " (or broadcast to the first)")
-            + ", or all be plain",
-            "Distribute the plain ones, or call the op on each tensor",
-            first=layout,
-            other=getattr(value, "_layout", None) or tuple(value.shape),
-        )
+        f"DTensor op {name!r}",
+        "tensors at the same place of all lists must be DTensors of one shape"
+        + (" and layout" if is_fused else " (or broadcast to the first)")
+        + ", or all be plain",
+        "Distribute the plain ones, or call the op on each tensor",
+        first=layout,
+        other=getattr(value, "_layout", None) or tuple(value.shape),
     )
-
-
-def _broadcast(own: Layout, layout: Layout) -> Layout | None:
-    """Give where an operand must lie to be broadcast to `layout`; None: its shape does not fit."""
-    missing = len(layout.shape) - len(own.shape)
-    pairs = zip(own.shape, layout.shape[max(missing, 0) :], strict=False)
-    if missing < 0 or any(size not in (1, whole) for size, whole in pairs):
-        return None
-
-    def placed(p: Placement) -> Placement:
-        cut = p.cut_dim
-        if cut is None or cut < missing or own.shape[cut - missing] != layout.shape[cut]:
-            return Replicate()
-        return replace(p, dim=cut - missing)  # type: ignore[type-var]
-
-    return own.with_placements([placed(p) for p in layout.placements])
 
 
 def _share_found(layouts: list[Layout | None], found: torch.Tensor) -> None:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_flatten
 
-from hyper_parallel.dtensor.masked import masked_embedding
+from hyper_parallel.core import Layout
+from hyper_parallel.dtensor.random import drawing
 from hyper_parallel.dtensor.signatures import by_name, op_name
 
-__all__ = ["Addressed", "Local", "form_of"]
+__all__ = ["Addressed", "Local", "as_called", "form_of", "masked_embedding"]
 
 Form = Callable[["Local", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Given what the rank knows, the torch function, and the call's arguments."""
@@ -33,8 +36,8 @@ class Addressed:
 class Local:
     """What this rank's part of an op must know that the local tensors do not tell."""
 
-    form: Callable[..., Any] | None
-    """How the op runs on local tensors, see local_forms.py; None: as it is called."""
+    form: Form
+    """How the op runs on local tensors."""
     whole: tuple[int, ...]
     """Shape of the first result."""
     shape: tuple[int, ...]
@@ -42,19 +45,27 @@ class Local:
     addressed: tuple[Addressed, ...]
     weights: tuple[float, ...]
     """What the results are multiplied by; empty for nothing."""
+    drawn: Layout | None
+    """Where random numbers lie that the op draws; None: it draws none."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on local tensors."""
-        if self.form is None:
-            result = func(*args, **kwargs)
-        else:
+        if self.drawn is None:
             result = self.form(self, func, args, kwargs)
+        else:
+            with drawing(self.drawn, op_name(func), tree_flatten((args, kwargs))[0]):
+                result = self.form(self, func, args, kwargs)
         if not self.weights:
             return result
         if isinstance(result, torch.Tensor):
             return result * self.weights[0]
         pairs = zip(result, self.weights, strict=True)
         return type(result)(part * share for part, share in pairs)
+
+
+def as_called(local: Local, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the op on local tensors as it is called."""
+    return func(*args, **kwargs)
 
 
 def form_of(name: str, static: tuple[tuple[str, Any], ...]) -> Form | None:
@@ -114,13 +125,6 @@ def _npu_attention(local: Local, func: Any, given: dict[str, Any]) -> Any:
 # ---------------------------------------------------------------------- positions
 
 
-@_named
-def _embedding(local: Local, func: Any, given: dict[str, Any]) -> Any:
-    (at,) = local.addressed
-    ids, weight = given.pop("input"), given.pop("weight")
-    return masked_embedding(ids, weight, at.start, at.size, **given)
-
-
 def _shift(
     positions: torch.Tensor, at: Addressed, held: int, is_negative_fine: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +141,41 @@ def _shift(
     is_known = (positions >= 0) & (positions < at.size)
     absent = torch.where(is_known, 0, at.size + held)
     return torch.where(elsewhere, absent, shifted), elsewhere
+
+
+def masked_embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    start: int,
+    vocab: int,
+    padding_idx: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Look up the global ids that this rank's rows cover; zeros for the others.
+
+    The first row is that of id `start`, of `vocab` in all. What follows is as for F.embedding.
+
+    Raises:
+        IndexError: an id outside the vocabulary, on every rank (as the dense lookup does).
+    """
+    rows = weight.shape[0]
+    local, elsewhere = _shift(ids, Addressed(0, start, vocab), rows)
+    if rows == 0:
+        weight = F.pad(weight, (0, 0, 0, 1))  # an empty shard still checks its ids
+    padding = None
+    if padding_idx is not None:
+        padding = (padding_idx % vocab) - start
+        padding = padding if 0 <= padding < rows else None
+    looked_up = F.embedding(local, weight, padding, *args, **kwargs)
+    return looked_up.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+@_named
+def _embedding(local: Local, func: Any, given: dict[str, Any]) -> Any:
+    (at,) = local.addressed
+    ids, weight = given.pop("input"), given.pop("weight")
+    return masked_embedding(ids, weight, at.start, at.size, **given)
 
 
 @_named
@@ -158,56 +197,51 @@ def _gather(local: Local, func: Any, given: dict[str, Any]) -> Any:
     return func(given["input"], index, at.dim).masked_fill(elsewhere, 0)
 
 
+def _padded(
+    x: torch.Tensor, at: Addressed, positions: torch.Tensor, is_negative_fine: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a row that is dropped after a write; give it as the place of what others hold."""
+    held = x.shape[at.dim]
+    index, elsewhere = _shift(positions, at, held, is_negative_fine)
+    row = x.narrow(at.dim, 0, 1).detach()
+    return torch.cat([x, row], at.dim), torch.where(elsewhere & (index == 0), held, index)
+
+
 @_named
 def _write(local: Local, func: Any, given: dict[str, Any]) -> Any:
-    """Write at the positions that this rank holds; the others go into a row that is dropped."""
     (at,) = local.addressed
     x = given["input"]
-    held = x.shape[at.dim]
-    index, elsewhere = _shift(given["index"], at, held)
+    padded, index = _padded(x, at, given["index"])
     options = {k: v for k, v in given.items() if k not in ("input", "dim", "index", "src")}
-    row = x.narrow(at.dim, 0, 1).detach()
-    padded = torch.cat([x, row], at.dim)
-    index = torch.where(elsewhere & (index == 0), held, index)
     result = func(padded, at.dim, index, given["src"], **options)
-    return result.narrow(at.dim, 0, held)
+    return result.narrow(at.dim, 0, x.shape[at.dim])
 
 
 @_named
 def _index_put(local: Local, func: Any, given: dict[str, Any]) -> Any:
-    """Write at the positions that this rank holds; the others go into a row that is dropped."""
     (at,) = local.addressed
-    x = given["input"]
-    held = x.shape[at.dim]
-    index, elsewhere = _shift(given["indices"][at.dim], at, held, is_negative_fine=True)
-    indices = list(given["indices"])
-    indices[at.dim] = torch.where(elsewhere & (index == 0), held, index)
-    padded = torch.cat([x, x.narrow(at.dim, 0, 1).detach()], at.dim)
+    x, indices = given["input"], list(given["indices"])
+    padded, indices[at.dim] = _padded(x, at, indices[at.dim], is_negative_fine=True)
     result = func(padded, indices, given["values"], given.get("accumulate", False))
-    return result.narrow(at.dim, 0, held)
+    return result.narrow(at.dim, 0, x.shape[at.dim])
 
 
 @_named
 def _select(local: Local, func: Any, given: dict[str, Any]) -> Any:
     (at,) = local.addressed
-    position = given["index"] % at.size - at.start
-    return _one(given["input"], at.dim, position)
-
-
-def _one(x: torch.Tensor, dim: int, position: int) -> torch.Tensor:
-    """Take one position of a dim; zeros where this rank does not hold it."""
-    if 0 <= position < x.shape[dim]:
-        return x.select(dim, position)
-    return x.select(dim, 0).masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    return _taken(local, given["input"], [*[slice(None)] * at.dim, given["index"]])
 
 
 @_named
 def _getitem(local: Local, func: Any, given: dict[str, Any]) -> Any:
+    index = given["index"]
+    return _taken(local, given["input"], list(index) if isinstance(index, tuple) else [index])
+
+
+def _taken(local: Local, x: torch.Tensor, entries: list[Any]) -> torch.Tensor:
     """Index with positions that this rank holds; what another rank holds is zero here."""
-    x, index = given["input"], given["index"]
-    entries = list(index) if isinstance(index, tuple) else [index]
-    if any(entry is Ellipsis for entry in entries):
-        place = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
+    place = next((i for i, entry in enumerate(entries) if entry is Ellipsis), None)
+    if place is not None:
         count = x.ndim - sum(entry is not None and entry is not Ellipsis for entry in entries)
         entries[place : place + 1] = [slice(None)] * count
     by_dim = [i for i, entry in enumerate(entries) if entry is not None]
@@ -225,7 +259,7 @@ def _getitem(local: Local, func: Any, given: dict[str, Any]) -> Any:
             is_here = 0 <= position < x.shape[at.dim]
             entries[by_dim[at.dim]] = position if is_here else 0
             absent = absent or not is_here
-    result = func(x, tuple(entries))
+    result = x[tuple(entries)]
     if absent:
         result = result.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
     return result if elsewhere is None else result.masked_fill(elsewhere, 0)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.read import read_mesh, read_placements
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["local_map"]
@@ -96,11 +96,11 @@ def _call(func: Callable[..., Any], wanted: _Wanted, *args: Any, **kwargs: Any) 
     flat, tree = tree_flatten(args)
     if any(isinstance(value, DTensor) for value in tree_flatten(kwargs)[0]):
         must = "DTensors must be passed by position"
-        raise LayoutError(describe(_WHERE, must, "Pass them so", kwargs=sorted(kwargs)))
+        raise LayoutError(_WHERE, must, "Pass them so", kwargs=sorted(kwargs))
     for name, given in (("in_placements", wanted.inputs), ("in_grad_placements", wanted.gradients)):
         if given is not None and len(given) != len(flat):
             must = f"{name} must have one entry per argument ({len(flat)})"
-            raise LayoutError(describe(_WHERE, must, "Use None for what is no DTensor", got=given))
+            raise LayoutError(_WHERE, must, "Use None for what is no DTensor", got=given)
     layouts: list[Layout] = []
     local_args = [_enter(wanted, i, value, layouts) for i, value in enumerate(flat)]
     result = func(*tree_unflatten(local_args, tree), **kwargs)
@@ -113,23 +113,21 @@ def _enter(wanted: _Wanted, index: int, value: Any, layouts: list[Layout]) -> An
     if not isinstance(value, DTensor):
         if asked is not None and not isinstance(value, torch.Tensor):
             must = f"the placements of argument {index}, which is no tensor, must be None"
-            raise LayoutError(describe(_WHERE, must, "Pass None there", placements=asked))
+            raise LayoutError(_WHERE, must, "Pass None there", placements=asked)
         return value
     mesh = value.device_mesh
     if mesh.get_coordinate() is None:
         must = "only a rank of the mesh may run the function"
         fix = "Guard it with `mesh.get_coordinate() is not None`"
-        raise LayoutError(describe(_WHERE, must, fix, mesh=mesh))
+        raise LayoutError(_WHERE, must, fix, mesh=mesh)
     if wanted.inputs is not None:
         placements = value.layout.with_placements(_placements(asked, mesh, index)).placements
         if placements != value.placements and not wanted.may_move:
             raise LayoutError(
-                describe(
-                    _WHERE,
-                    f"argument {index} must have the placements {placements}",
-                    "Redistribute it, or pass redistribute_inputs=True",
-                    placements=value.placements,
-                )
+                _WHERE,
+                f"argument {index} must have the placements {placements}",
+                "Redistribute it, or pass redistribute_inputs=True",
+                placements=value.placements,
             )
         value = value.redistribute(mesh, placements)
     layouts.append(value.layout)
@@ -141,7 +139,7 @@ def _enter(wanted: _Wanted, index: int, value: Any, layouts: list[Layout]) -> An
 def _placements(given: Any, mesh: DeviceMesh, index: int) -> Any:
     if given is None:
         must = f"argument {index}, a DTensor, must have placements"
-        raise LayoutError(describe(_WHERE, must, "Pass one per mesh axis", placements=None))
+        raise LayoutError(_WHERE, must, "Pass one per mesh axis", placements=None)
     return read_placements(given, mesh, _WHERE)
 
 
@@ -152,14 +150,14 @@ def _leave(wanted: _Wanted, result: Any, layouts: list[Layout]) -> Any:
     if len(outputs) != len(flat):
         must = f"out_placements must be a tuple with one entry per result ({len(flat)})"
         fix = "Use None for what is no tensor"
-        raise LayoutError(describe(_WHERE, must, fix, out_placements=wanted.outputs))
+        raise LayoutError(_WHERE, must, fix, out_placements=wanted.outputs)
     mesh: Any = layouts[0].mesh if wanted.mesh is None else read_mesh(wanted.mesh, _WHERE)
     is_uneven = any(not _is_even(layout) for layout in layouts)
     for i, (value, placements) in enumerate(zip(flat, outputs, strict=True)):
         if isinstance(value, torch.Tensor) != (placements is not None):
             must = f"the placements of result {i} must be given for a tensor, and None otherwise"
             fix = "Pass one per mesh axis for each tensor"
-            raise LayoutError(describe(_WHERE, must, fix, result=type(value).__name__))
+            raise LayoutError(_WHERE, must, fix, result=type(value).__name__)
         if placements is not None:
             read = read_placements(placements, mesh, _WHERE)
             shape = _whole_shape(value, mesh, read) if is_uneven else None

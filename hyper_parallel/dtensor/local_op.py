@@ -9,10 +9,10 @@ of it in the graph, so a user's autograd.Function may take it; further ops go on
 
 Three things stand between local tensors and DTensors:
 * a leaf lends each op an alias of itself, since what it kept would keep it alive for ever;
-* `_Lend` stands where gradients lie otherwise than in the cotangent layout: a pending sum that
+* `Lend` stands where gradients lie otherwise than in the cotangent layout: a pending sum that
   several ops leave is added up first and reduced once;
 * gradients between local ops are plain. What a Function made elsewhere may see or give is a
-  DTensor: `_Lend` wraps for it, a hook unwraps what it gives to a result of an op. The hook is set
+  DTensor: `Lend` wraps for it, a hook unwraps what it gives to a result of an op. The hook is set
   when an op is seen to work on the result without being recorded, as a Function's forward does.
 """
 
@@ -38,6 +38,7 @@ from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.runtime.executor import program
 
 __all__ = [
+    "Lend",
     "expect_wrapped",
     "graph_part",
     "graph_parts",
@@ -135,14 +136,7 @@ def plain_gradient(grad: Any, target: Layout) -> torch.Tensor:
 
 
 def graph_part(tensor: Any, lies: Layout | None = None) -> torch.Tensor:
-    """Give the local part as a plain tensor through which gradients flow to the DTensor.
-
-    Args:
-        tensor: the DTensor.
-        lies: the layout of those gradients, if it is not the cotangent layout.
-
-    Returns:
-        The plain tensor; part of the graph if the DTensor is.
+    """Give the local part as a plain tensor through which gradients, laid out in `lies`, flow back.
 
     Communicates:
         Backward: the move from `lies`, once for all that flows through one such part.
@@ -180,23 +174,25 @@ def _is_foreign(tensor: Any) -> bool:
     """Tell whether a Function that was made elsewhere gave it, so that its gradient is wrapped."""
     with without_torch_function():
         node: Any = tensor.grad_fn
-    return isinstance(node, BackwardCFunction) and not hasattr(node, "takes_plain")
+    return isinstance(node, BackwardCFunction) and not hasattr(node, "takes_pending")
 
 
 def _lend(tensor: Any, lies: Layout, dst: Layout | None = None) -> torch.Tensor:
     """Hand out the local part, moved if asked, of which the gradient is laid out in `lies`."""
     source, src, wrapper = tensor._graph, tensor._layout, None
+    back = (lies, src.cotangent)
     if source is None:
         source, wrapper = tensor, type(tensor) if _is_foreign(tensor) else None
-    ends, back = (src, dst or src), (lies, src.cotangent)
-    return _Lend.apply(source, tensor._local, ends, back, wrapper)  # type: ignore[return-value]
+        with without_torch_function():
+            node: Any = tensor.grad_fn
+        # A move goes back from where the gradient lies, which here is as large as its result.
+        if dst is None and hasattr(node, "takes_pending"):
+            back, wrapper = (lies, lies), type(tensor)
+    return Lend.apply(source, tensor._local, (src, dst or src), back, wrapper)  # type: ignore[return-value]
 
 
-class _Lend(torch.autograd.Function):
-    """Hand out a local part, or move it; move its gradient to the cotangent layout.
-
-    The gradient is wrapped if asked.
-    """
+class Lend(torch.autograd.Function):
+    """A local part, lent or moved, with its gradient moved back, and wrapped if asked."""
 
     @staticmethod
     def forward(
@@ -207,12 +203,14 @@ class _Lend(torch.autograd.Function):
         back: tuple[Layout, Layout],
         wrapper: type[Any] | None,
     ) -> torch.Tensor:
-        del source  # where the gradient goes
+        """Hand out `local`, moved between `ends`; the gradient goes to `source`."""
+        del source
         ctx.back, ctx.wrapper = back, wrapper
         return move(local, *ends).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Move the gradient between the layouts of `back`."""
         grad = moved_gradient(grad, *ctx.back)
         if ctx.wrapper is not None:
             grad = wrap(ctx.wrapper, grad, ctx.back[1])

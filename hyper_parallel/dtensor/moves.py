@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autograd side of moving tensors: local -> DTensor, DTensor -> local, layout -> layout.
+"""Moving tensors between layouts, and the autograd side of it.
 
 Backward follows the gradient table: a gradient lies in the cotangent layout of its value (Partial
 becomes Replicate), so the adjoint of a move from A to B is the move from B's cotangent to A's.
@@ -11,19 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hyper_parallel.core import Layout, Partial
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.pending import pending, without_torch_function
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.executor import program
-from hyper_parallel.runtime.rows import gather, reduce
 
 __all__ = [
     "PLAIN",
-    "FromLocal",
     "How",
     "Redistribute",
-    "ToLocal",
+    "arrived",
     "move",
     "moved",
     "refuse_create_graph",
@@ -85,31 +83,18 @@ def refuse_create_graph(where: str) -> None:
     """
     if torch.is_grad_enabled():
         raise HyperParallelError(
-            describe(
-                where,
-                "backward must run without create_graph",
-                "Second derivatives through distributed ops are not supported",
-                create_graph=True,
-            )
+            where,
+            "backward must run without create_graph",
+            "Second derivatives through distributed ops are not supported",
+            create_graph=True,
         )
 
 
-def _arrived(ctx: Any, grad: torch.Tensor, declared: Layout) -> tuple[torch.Tensor, Layout]:
+def arrived(ctx: Any, grad: torch.Tensor, declared: Layout) -> tuple[torch.Tensor, Layout]:
     """Split a gradient into local tensor and layout; see [Note: gradients] in tensor.py."""
     if isinstance(grad, ctx.cls):
         return grad._local, grad._layout  # type: ignore[attr-defined]
     return grad, declared
-
-
-def _is_leaf(tensor: Any) -> bool:
-    """Read it without a round through `__torch_function__`."""
-    with without_torch_function():
-        return tensor.is_leaf
-
-
-def _leaves(ctx: Any, local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Hand a gradient on: plain to a leaf, as a DTensor to other nodes."""
-    return local if ctx.to_leaf else ctx.cls(local, layout)
 
 
 class Redistribute(torch.autograd.Function):
@@ -120,8 +105,10 @@ class Redistribute(torch.autograd.Function):
         """Run plan(src, dst) on the local tensor."""
         local = tensor._local
         ctx.cls, ctx.src, ctx.dst = type(tensor), tensor._layout, dst
-        ctx.takes_plain = True
-        ctx.to_leaf, ctx.how, ctx.dtype = _is_leaf(tensor), how, local.dtype
+        ctx.takes_pending = True
+        ctx.how, ctx.dtype = how, local.dtype
+        with without_torch_function():
+            ctx.to_leaf = tensor.is_leaf
         if how.forward_dtype is not None:
             local = local.to(how.forward_dtype)
         return moved(ctx.cls, local, ctx.src, dst, how.async_op)
@@ -130,7 +117,7 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Run the plan between the cotangent layouts, back."""
         refuse_create_graph("DTensor.redistribute")
-        local, layout = _arrived(ctx, grad, ctx.dst.cotangent)
+        local, layout = arrived(ctx, grad, ctx.dst.cotangent)
         target, dtype = ctx.src.cotangent, ctx.how.backward_dtype or ctx.dtype
         if local.dtype != dtype:
             local = local.to(dtype)
@@ -138,122 +125,3 @@ class Redistribute(torch.autograd.Function):
             local = move(local, layout, target)
             return local if local.dtype == ctx.dtype else local.to(ctx.dtype), None, None
         return moved(ctx.cls, local, layout, target, ctx.how.async_op, ctx.dtype), None, None
-
-
-class FromLocal(torch.autograd.Function):
-    """Declare a plain local tensor to be this rank's part of a DTensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, cls: type[Any], local: torch.Tensor, layout: Layout, grad_layout: Layout | None
-    ) -> Any:
-        """Wrap; no communication."""
-        ctx.cls, ctx.layout, ctx.grad_layout = cls, layout, grad_layout
-        ctx.takes_plain = True
-        ctx.outside = None
-        if _mesh(layout).get_coordinate() is None:  # what such a rank passes is no part of it
-            ctx.outside = local.detach()
-            return cls(local.new_empty(0), layout)
-        if grad_layout is None and not _linear_partials(layout):
-            ctx.save_for_backward(local)
-        return cls(local.detach(), layout)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
-        """Move the gradient to the local tensor's own layout; divide or mask for a Partial."""
-        refuse_create_graph("DTensor.from_local")
-        if ctx.outside is not None:
-            return None, torch.zeros_like(ctx.outside), None, None
-        local, layout = _arrived(ctx, grad, ctx.layout.cotangent)
-        if ctx.grad_layout is not None:
-            return None, move(local, layout, ctx.grad_layout), None, None
-        moved = move(local, layout, ctx.layout.cotangent)
-        if not _linear_partials(ctx.layout):
-            (saved,) = ctx.saved_tensors
-            moved = moved * _share(saved, ctx.layout)
-        elif (count := _average_count(ctx.layout)) > 1:
-            moved = moved / count
-        return None, moved, None, None
-
-
-class ToLocal(torch.autograd.Function):
-    """Hand out this rank's part of a DTensor as a plain tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, grad_layout: Layout | None) -> torch.Tensor:
-        """Unwrap; no communication."""
-        layout = tensor._layout
-        if grad_layout is None and not _linear_partials(layout):
-            raise LayoutError(
-                describe(
-                    "DTensor.to_local",
-                    "a pending max, min or product that needs a gradient has none without"
-                    " grad_placements",
-                    "Redistribute to Replicate first, or pass grad_placements",
-                    placements=layout.placements,
-                )
-            )
-        ctx.cls, ctx.layout, ctx.grad_layout = type(tensor), layout, grad_layout
-        ctx.to_leaf = _is_leaf(tensor)
-        return tensor._local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Take the local cotangents as laid out in grad_placements (default: the cotangent)."""
-        refuse_create_graph("DTensor.to_local")
-        target = ctx.layout.cotangent
-        if ctx.grad_layout is None:
-            count = _average_count(ctx.layout)
-            return _leaves(ctx, grad * count if count > 1 else grad, target), None
-        if ctx.to_leaf:
-            return move(grad, ctx.grad_layout, target), None
-        return ctx.cls(grad, ctx.grad_layout), None
-
-
-def _linear_partials(layout: Layout) -> bool:
-    """Tell whether no axis of more than one rank holds a pending max, min or product."""
-    return all(
-        size == 1 or not isinstance(p, Partial) or p.reduce_op in ("sum", "avg")
-        for size, p in zip(layout.mesh.shape, layout.placements, strict=True)
-    )
-
-
-def _average_count(layout: Layout) -> int:
-    """Give the number of contributions that pending averages divide by."""
-    count = 1
-    for axis, placement in enumerate(layout.placements):
-        if placement.is_partial("avg"):
-            count *= layout.mesh.shape[axis]
-    return count
-
-
-def _share(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Give d(reduced)/d(local) of a pending max, min (ties share equally) or product."""
-    mesh = _mesh(layout)
-    axes = [i for i, p in enumerate(layout.placements) if p.is_partial() and mesh.shape[i] > 1]
-    if any(layout.placements[axis].is_partial("product") for axis in axes):
-        return _others_product(local, mesh, axes)
-    result = local
-    for axis in axes:
-        placement = layout.placements[axis]
-        assert isinstance(placement, Partial)  # noqa: S101
-        result = reduce(mesh, axis, result.clone(), placement.reduce_op)
-    hit = (local == result).to(local.dtype)
-    count = hit
-    for axis in axes:
-        count = reduce(mesh, axis, count.clone(), "sum")
-    return hit / count
-
-
-def _others_product(local: torch.Tensor, mesh: DeviceMesh, axes: list[int]) -> torch.Tensor:
-    """Multiply the other ranks' contributions; exact where some are zero."""
-    factor = torch.ones_like(local)
-    whole = local
-    for axis in axes:
-        parts = gather(mesh, axis, 0, [1] * mesh.shape[axis]).whole()(whole.unsqueeze(0))
-        mine = mesh.my_coordinate[axis]
-        for index in range(mesh.shape[axis]):
-            if index != mine:
-                factor = factor * parts[index]
-        whole = parts.prod(0)
-    return factor

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,34 +13,24 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyper_parallel.dtensor import inplace
 from hyper_parallel.dtensor.composed import composed
-from hyper_parallel.dtensor.decisions import Spec, decide, gathered
+from hyper_parallel.dtensor.decisions import decide, gathered
 from hyper_parallel.dtensor.implicit import counts_as_replicated, plain_operand, replicated
 from hyper_parallel.dtensor.known import KnownCall, RawCall, read_call, remember
 from hyper_parallel.dtensor.local_op import needs_grad
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.outside import outside
 from hyper_parallel.dtensor.pending import bare
-from hyper_parallel.dtensor.random import agree, given_generator, own_draw
+from hyper_parallel.dtensor.random import agree
 from hyper_parallel.dtensor.read import refuse_other_meshes
-from hyper_parallel.dtensor.result_shapes import on_meta
 from hyper_parallel.dtensor.signatures import BoundCall, bind_call, by_name, op_name
 from hyper_parallel.dtensor.views import gives_views, memory_of
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = ["run"]
 
 
 def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one out-of-place op.
-
-    Args:
-        cls: the DTensor class.
-        func: the torch function.
-        args: its arguments; tensors among them are DTensors, or 0-dim plain tensors.
-        kwargs: its keyword arguments.
-
-    Returns:
-        What the op returns, tensors as DTensors.
+    """Run one out-of-place op, of DTensors, numbers and plain tensors without dims.
 
     Communicates:
         Forward: what moves operands to where the decision wants them. Backward: the way back,
@@ -84,82 +73,53 @@ def _run_first(
     """Decide a call, run it, and remember what was decided."""
     flat, tree = tree_flatten((args, kwargs))
     if _lift_plain(cls, flat):
-        args, kwargs = tree_unflatten(flat, tree)
+        return run(cls, func, *tree_unflatten(flat, tree))
+    for i, leaf in enumerate(flat):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim:
+            raise plain_operand(f"DTensor op {name!r}", leaf, argument=i)
     tensors = [leaf for leaf in flat if isinstance(leaf, cls)]
-    _refuse_plain(cls, name, flat)
     if kwargs:
         _refuse_options(name, kwargs)
     refuse_other_meshes(f"DTensor op {name!r}", [t._layout.mesh for t in tensors])
-    bound, order = _bind(cls, name, func, (args, kwargs), tensors)
-    spec = None
-    if order is not None:
-        operands = [tensors[i] for i in order]
-        spec = decide(name, func, args, kwargs, bound=bound, tensors=operands)
+    bound, order = _bind(cls, name, func, flat, tree)
+    spec = None if order is None else decide(cls, name, func, args, kwargs, bound=bound)
     has_rule = spec is not None
     if spec is None:
         spec, order = gathered(name, tensors), range(len(tensors))
+    is_view = gives_views(name, bound)
     known = KnownCall.of(
-        tensors,
-        args,
-        kwargs,
-        name=name,
-        spec=spec,
-        order=order or (),
-        is_view=gives_views(name, bound),
+        tensors, args, kwargs, name=name, spec=spec, order=order or (), is_view=is_view
     )
     moved = known.moved(tensors)
     updated = _moved_statistics(name, args, kwargs, tensors, moved)
     if tensors[0]._layout.mesh.get_coordinate() is None:
-        return outside(cls, known, partial(_call_on_meta, known, func, args, kwargs), moved)
-    around: AbstractContextManager[Any] = nullcontext()
-    if spec.random:
-        around = _drawing(name, spec, tensors, given_generator(flat))
-    elif not has_rule:
-        around = _Watch(name, tensors, moved)
-    with around:
+        return outside(cls, known, func, args, kwargs, moved)
+    with nullcontext() if has_rule else _Watch(name, tensors, moved):
         result = known.run(cls, func, args, kwargs, moved, needs_grad(moved))
     for was, now in updated:
         was._local.copy_(move(now._local, now._layout, was._layout))
-    if has_rule and not spec.random and raw is not None and not updated:
+    if has_rule and raw is not None and not updated:
         remember(raw, known)
     return result
 
 
 def _bind(
-    cls: type[Any], name: str, func: Any, call: tuple[Any, Any], tensors: list[Any]
+    cls: type[Any], name: str, func: Any, flat: list[Any], tree: Any
 ) -> tuple[BoundCall, Sequence[int] | None]:
-    """Tell operands from static arguments, and each operand's place among the tensors."""
-    args, kwargs = call
-    if kwargs and len(set(map(id, tensors))) < len(tensors):
-        # The names may be in any order, so what is named twice has a stand-in for each name.
-        tensors = [cls(bare(t), t._layout) for t in tensors]
-        stand_ins = iter(tensors)
-        flat, tree = tree_flatten(call)
-        flat = [next(stand_ins) if isinstance(leaf, cls) else leaf for leaf in flat]
-        args, kwargs = tree_unflatten(flat, tree)
+    """Tell operands from static arguments, and each operand's place among the DTensors.
+
+    None for the places if the operands are not all of the DTensors.
+    """
+    # Stand-ins, for a tensor that is given twice has two places.
+    flat = [
+        cls(bare(x), x._layout, requires_grad=x.requires_grad) if isinstance(x, cls) else x  # type: ignore[call-arg]
+        for x in flat
+    ]
+    places = {id(x): i for i, x in enumerate(x for x in flat if isinstance(x, cls))}
+    args, kwargs = tree_unflatten(flat, tree)
     bound = bind_call(name, func, args, kwargs)
-    return bound, _order(tensors, [t for t in bound.operands if isinstance(t, cls)])
-
-
-def _order(tensors: list[Any], operands: list[Any]) -> Sequence[int] | None:
-    """List each operand's place among the tensors; None if they are not the same tensors."""
-    if not operands or len(operands) != len(tensors):
-        return None
-    left = list(range(len(tensors)))
-    ordered: list[int] = []
-    for operand in operands:
-        place = next((i for i in left if tensors[i] is operand), None)
-        if place is None:
-            return None
-        left.remove(place)
-        ordered.append(place)
-    return ordered
-
-
-def _call_on_meta(
-    known: KnownCall, func: Any, args: Any, kwargs: dict[str, Any], parts: Sequence[torch.Tensor]
-) -> Any:
-    return on_meta(func, *known.filled(args, kwargs, parts))  # type: ignore[arg-type]
+    order = [places[id(x)] for x in bound.operands if isinstance(x, cls)]
+    return bound, order if order and sorted(order) == [*places.values()] else None
 
 
 def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
@@ -184,19 +144,6 @@ def _lift_plain(cls: type[Any], flat: list[Any]) -> bool:
         for i in plain:
             flat[i] = replicated(cls, flat[i], mesh)
     return bool(plain)
-
-
-def _drawing(
-    name: str, spec: Spec, tensors: Sequence[Any], generator: Any
-) -> AbstractContextManager[Any]:
-    """Give what a random op runs in; see [Note: random numbers] in random.py."""
-    device = tensors[0].device
-    layout = (spec.outputs or spec.inputs)[0]
-    if generator is None:
-        agree(layout.mesh, device, name)  # type: ignore[arg-type]
-    if layout.is_replicated or device.type == "meta":
-        return nullcontext()
-    return own_draw(layout, device, generator)
 
 
 class _Watch(TorchDispatchMode):
@@ -232,12 +179,10 @@ class _Watch(TorchDispatchMode):
         ]
         if any(isinstance(t, torch.Tensor) and memory_of(t) in self.copies for t in written):
             raise LayoutError(
-                describe(
-                    f"DTensor op {self.name!r}",
-                    "an op without a rule must not write into a DTensor that is not replicated",
-                    "Call it on the local part, to_local(), or on a plain tensor",
-                    writes=str(func),
-                )
+                f"DTensor op {self.name!r}",
+                "an op without a rule must not write into a DTensor that is not replicated",
+                "Call it on the local part, to_local(), or on a plain tensor",
+                writes=str(func),
             )
 
 
@@ -259,25 +204,14 @@ def _moved_statistics(
     return [(t, now) for t, now in pairs if now is not t and any(t is one for one in statistics)]
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 def _refuse_options(name: str, kwargs: dict[str, Any]) -> None:
     """Refuse options that write into an operand, or whose gradient is not dense."""
     for option in ("inplace", "max_norm", "sparse"):
         if kwargs.get(option):
             instead = ", and use Adam in place of SparseAdam" if option == "sparse" else ""
             raise LayoutError(
-                describe(
-                    f"DTensor op {name!r}",
-                    f"{option} is not supported on DTensors",
-                    f"Leave {option} out{instead}",
-                    **{option: kwargs[option]},
-                )
+                f"DTensor op {name!r}",
+                f"{option} is not supported on DTensors",
+                f"Leave {option} out{instead}",
+                **{option: kwargs[option]},
             )
-
-
-def _refuse_plain(cls: type[Any], name: str, flat: list[Any]) -> None:
-    for i, leaf in enumerate(flat):
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim:
-            raise plain_operand(f"DTensor op {name!r}", leaf, argument=i)

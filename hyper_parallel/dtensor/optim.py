@@ -18,12 +18,12 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from hyper_parallel.dtensor.entries import accumulated
 from hyper_parallel.dtensor.interop import is_torch_dtensor
 from hyper_parallel.dtensor.local_op import without_dispatch
 from hyper_parallel.dtensor.moves import move
-from hyper_parallel.dtensor.pending import without_torch_function
 from hyper_parallel.dtensor.tensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = ["step_locally"]
 
@@ -40,7 +40,6 @@ _ELEMENTWISE = (
     optim.Rprop,
     optim.SGD,
 )
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
 
@@ -88,7 +87,9 @@ def step_locally(optimizer: _Optimizer) -> _Optimizer:
             with torch.enable_grad():
                 loss = closure()
         params = [p for group in self.param_groups for p in group["params"] if type(p) is DTensor]
-        _settle_gradients(params)
+        for param, raw in zip(params, accumulated(params), strict=True):
+            if isinstance(raw, DTensor):
+                param.grad = raw  # makes it plain
         try:
             for param in params:
                 param.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]
@@ -108,35 +109,22 @@ def step_locally(optimizer: _Optimizer) -> _Optimizer:
     return optimizer
 
 
-def _settle_gradients(params: list[DTensor]) -> None:
-    """See to it that what autograd has accumulated is plain and in the cotangent layout."""
-    with without_torch_function():
-        raws = [_get_grad(param) for param in params]
-    for param, raw in zip(params, raws, strict=True):
-        if isinstance(raw, DTensor):  # what a user's Function gave
-            param.grad = raw
-
-
 def _refuse(optimizer: Any) -> None:
     where = "step_locally"
     if not isinstance(optimizer, _ELEMENTWISE):
         raise LayoutError(
-            describe(
-                where,
-                "the optimizer must be one of torch's that work element by element",
-                "Step it as it is: it then works on DTensors",
-                optimizer=type(optimizer).__name__,
-            )
+            where,
+            "the optimizer must be one of torch's that work element by element",
+            "Step it as it is: it then works on DTensors",
+            optimizer=type(optimizer).__name__,
         )
     for group in optimizer.param_groups:
         if any(map(is_torch_dtensor, group["params"])):
             raise LayoutError(
-                describe(
-                    where,
-                    "the parameters must be DTensors of hyper_parallel, or plain",
-                    "Step an optimizer of FSDP2's parameters as it is",
-                    parameter="torch.distributed.tensor.DTensor",
-                )
+                where,
+                "the parameters must be DTensors of hyper_parallel, or plain",
+                "Step an optimizer of FSDP2's parameters as it is",
+                parameter="torch.distributed.tensor.DTensor",
             )
 
 
@@ -167,12 +155,10 @@ def _shown(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if isinstance(param, DTensor):
             state[index] = {
                 name: DTensor(value, param._layout)
-                if name != "step" and isinstance(value, torch.Tensor) and _is_like(value, param)
+                if name != "step"
+                and isinstance(value, torch.Tensor)
+                and value.shape == param._local.shape
                 else value
                 for name, value in values.items()
             }
     return {**state_dict, "state": state}
-
-
-def _is_like(value: torch.Tensor, param: DTensor) -> bool:
-    return value.shape == param._local.shape

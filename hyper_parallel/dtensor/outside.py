@@ -10,17 +10,16 @@ gradients, and the same operands get one, as on the ranks of the mesh.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hyper_parallel.dtensor.known import KnownCall
-from hyper_parallel.dtensor.local_op import graph_parts, needs_grad
-from hyper_parallel.dtensor.wrapping import wrap_results
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.dtensor.local_op import needs_grad
+from hyper_parallel.dtensor.result_shapes import on_meta
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["outside", "refuse_value"]
@@ -29,40 +28,37 @@ __all__ = ["outside", "refuse_value"]
 def outside(
     cls: type[Any],
     known: KnownCall,
-    on_meta: Callable[[Sequence[torch.Tensor]], Any],
-    tensors: Sequence[Any],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Any],
 ) -> Any:
-    """Run an op on a rank outside the mesh; see [Note: outside].
-
-    Args:
-        cls: the DTensor class.
-        known: what was decided.
-        on_meta: the op, given a meta tensor for each operand.
-        tensors: the operands where the op needs them.
-
-    Returns:
-        What the op returns, tensors as DTensors that hold nothing.
+    """Run an op on a rank outside the mesh: its results hold nothing; see [Note: outside].
 
     Raises:
         LayoutError: the op asks for a value.
     """
-
-    def ghosts(locals_: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
-        pairs = zip(locals_, tensors, strict=True)
-        return tree_flatten(on_meta([_Ghost.apply(local, t.shape) for local, t in pairs]))
-
     whole: list[Any] = [None]
     with torch.no_grad(), contextlib.suppress(RuntimeError):  # it needs data
-        whole, _ = ghosts([t._local for t in tensors])
+        whole, _ = tree_flatten(on_meta(func, args, kwargs))
     if not all(isinstance(value, torch.Tensor) for value in whole):
         refuse_value(tensors[0].device_mesh, f"DTensor op {known.name!r}")
+    places = [i for i, x in enumerate(tree_flatten((args, kwargs))[0]) if isinstance(x, cls)]
+
+    def on_ghosts(*args: Any, **kwargs: Any) -> Any:
+        flat, tree = tree_flatten((args, kwargs))
+        like = flat[places[0]]
+        for i, tensor in zip(places, tensors, strict=True):
+            flat[i] = _Ghost.apply(flat[i], tensor.shape)
+        result = on_meta(func, *tree_unflatten(flat, tree))
+        return tree_map(lambda value: _Nothing.apply(value, like), result)
+
     spec = known.spec
-    layouts = spec.outputs or tuple(spec.inputs[0].with_shape(value.shape) for value in whole)
-    is_recorded = needs_grad(tensors)
-    parts = graph_parts(tensors, known.pending) if is_recorded else [t._local for t in tensors]
-    results, tree = ghosts(parts)
-    result = tree_unflatten([_Nothing.apply(r, parts[0]) for r in results], tree)
-    return wrap_results(cls, result, replace(spec, outputs=layouts), parts if is_recorded else ())
+    if spec.outputs is None:
+        layouts = [spec.inputs[0].with_shape(value.shape) for value in whole]
+        spec = replace(spec, outputs=tuple(layouts))
+    known = replace(known, spec=spec, is_view=False)
+    return known.run(cls, on_ghosts, args, kwargs, tensors, needs_grad(tensors))
 
 
 class _Ghost(torch.autograd.Function):
@@ -98,11 +94,8 @@ def refuse_value(mesh: DeviceMesh, where: str) -> NoReturn:
         LayoutError: always.
     """
     raise LayoutError(
-        describe(
-            where,
-            "only a rank of the mesh may ask for a value",
-            f"rank {mesh.get_rank()} not in mesh: guard it with"
-            " `mesh.get_coordinate() is not None`",
-            mesh=mesh,
-        )
+        where,
+        "only a rank of the mesh may ask for a value",
+        f"rank {mesh.get_rank()} not in mesh: guard it with `mesh.get_coordinate() is not None`",
+        mesh=mesh,
     )

@@ -43,17 +43,9 @@ def bare(tensor: Any) -> torch.Tensor:
 def pending(
     cls: type[Any], work: Work, layout: Layout, *, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Make a DTensor of which this rank's part is what `work` will give.
+    """Make a DTensor of which this rank's part is what `work` will give, cast to `dtype`.
 
-    Args:
-        cls: the DTensor class.
-        work: the collective in flight.
-        layout: the layout of the result.
-        dtype: what the result is cast to once it is there.
-        device: where it will be.
-
-    Returns:
-        The DTensor; it has the result's shape, dtype and device already.
+    It has the result's shape, dtype and device already.
     """
     shape = layout.local_shape(layout.mesh.get_rank())  # type: ignore[attr-defined]
     made = cls(torch.empty((), dtype=dtype, device=device).expand(shape), layout)

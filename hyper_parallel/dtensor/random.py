@@ -17,8 +17,8 @@ Meta tensors draw nothing.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,10 +28,10 @@ import torch
 from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.moves import move
 from hyper_parallel.dtensor.read import read_mesh, whole_of
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
-__all__ = ["FILLS", "agree", "fill", "given_generator", "manual_seed", "own_draw"]
+__all__ = ["FILLS", "agree", "drawing", "fill", "manual_seed", "own_draw"]
 
 FILLS = frozenset(
     "normal uniform bernoulli exponential geometric log_normal cauchy random"
@@ -72,13 +72,11 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
     least, most = _extremes(mesh, int(seed) % 2**63)
     if least != most:
         raise LayoutError(
-            describe(
-                "manual_seed",
-                "every rank of the mesh must pass the same seed",
-                "Pass one seed; shards draw different numbers all the same",
-                least=least,
-                most=most,
-            )
+            "manual_seed",
+            "every rank of the mesh must pass the same seed",
+            "Pass one seed; shards draw different numbers all the same",
+            least=least,
+            most=most,
         )
     torch.manual_seed(seed)
 
@@ -103,13 +101,11 @@ def agree(mesh: DeviceMesh, device: torch.device, name: str) -> None:
     least, most = _extremes(mesh, _digest(_default(device).get_state(), 0) >> 2)
     if least != most:
         raise LayoutError(
-            describe(
-                f"DTensor op {name!r}",
-                "random states must be the same on every rank of the mesh",
-                "Call hyper_parallel.manual_seed(seed, mesh) after everything that draws on one"
-                " rank only",
-                mesh=mesh,
-            )
+            f"DTensor op {name!r}",
+            "random states must be the same on every rank of the mesh",
+            "Call hyper_parallel.manual_seed(seed, mesh) after everything that draws on one"
+            " rank only",
+            mesh=mesh,
         )
     known.add(group)
 
@@ -124,15 +120,24 @@ def _extremes(mesh: DeviceMesh, value: int) -> tuple[int, int]:
     return least, most
 
 
+def drawing(layout: Layout, name: str, values: Sequence[Any]) -> AbstractContextManager[None]:
+    """Give what an op runs in whose draws lie in `layout`; see [Note: random numbers].
+
+    Communicates:
+        The comparison of `agree`.
+    """
+    generator = _given_generator(values)
+    device = next(value.device for value in values if isinstance(value, torch.Tensor))
+    if generator is None:
+        agree(layout.mesh, device, name)  # type: ignore[arg-type]
+    if layout.is_replicated or device.type == "meta":
+        return nullcontext()
+    return own_draw(layout, device, generator)
+
+
 @contextmanager
 def own_draw(layout: Layout, device: torch.device, generator: Any = None) -> Generator[None]:
-    """Within it a generator draws this shard's own numbers; see [Note: random numbers].
-
-    Args:
-        layout: where the drawn values lie; replicas draw alike.
-        device: where they are drawn.
-        generator: what draws; None is the device's default one.
-    """
+    """Within it a generator, by default the device's, draws a shard's own numbers."""
     mesh = layout.mesh
     coordinate = mesh.coordinate(mesh.get_rank())  # type: ignore[attr-defined]
     place = 0
@@ -162,7 +167,7 @@ def fill(
     local = target._local
     if layout.mesh.get_coordinate() is None:  # type: ignore[attr-defined]
         return
-    if given_generator((*args, *kwargs.values())) is None:
+    if _given_generator((*args, *kwargs.values())) is None:
         agree(layout.mesh, local.device, name or func.__name__)  # type: ignore[arg-type]
     cls = type(target)
     args = tuple(whole_of(cls, value) for value in args)
@@ -176,7 +181,7 @@ def fill(
         local.copy_(move(whole, layout.replicated, layout))
 
 
-def given_generator(values: Iterable[Any]) -> torch.Generator | None:
+def _given_generator(values: Iterable[Any]) -> torch.Generator | None:
     """Find the generator among a call's arguments."""
     return next((value for value in values if isinstance(value, torch.Generator)), None)
 

@@ -50,21 +50,17 @@ def refuse_other_tensors(tensor: Any, where: str) -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(
-            describe(
-                where,
-                "the tensor must be a torch.Tensor",
-                "Make one with torch.as_tensor",
-                tensor=type(tensor).__name__,
-            )
+            where,
+            "the tensor must be a torch.Tensor",
+            "Make one with torch.as_tensor",
+            tensor=type(tensor).__name__,
         )
     if is_torch_dtensor(tensor):
         raise LayoutError(
-            describe(
-                where,
-                "the tensor must be plain or hyper_parallel's DTensor",
-                "Take its part with to_local(), or the whole with full_tensor()",
-                tensor="torch.distributed.tensor.DTensor",
-            )
+            where,
+            "the tensor must be plain or hyper_parallel's DTensor",
+            "Take its part with to_local(), or the whole with full_tensor()",
+            tensor="torch.distributed.tensor.DTensor",
         )
 
 
@@ -83,12 +79,10 @@ def read_mesh(mesh: Any, where: str) -> DeviceMesh:
     elif hasattr(mesh, "device_type") and hasattr(mesh, "get_group"):
         return backend_for(mesh.device_type).wrap_mesh(mesh)
     raise LayoutError(
-        describe(
-            where,
-            "device_mesh must be a DeviceMesh",
-            "Pass the mesh from init_device_mesh, or work inside `with mesh:`",
-            device_mesh=mesh,
-        )
+        where,
+        "device_mesh must be a DeviceMesh",
+        "Pass the mesh from init_device_mesh, or work inside `with mesh:`",
+        device_mesh=mesh,
     )
 
 
@@ -100,13 +94,11 @@ def read_explicit_mesh(mesh: Any, where: str, layout: Layout) -> DeviceMesh:
     """
     if mesh is None or isinstance(mesh, (list, tuple)):
         raise LayoutError(
-            describe(
-                where,
-                "device_mesh must be given",
-                f"Pass the mesh first: redistribute(device_mesh, placements); this tensor is"
-                f" on {layout.mesh!r}",
-                device_mesh=mesh,
-            )
+            where,
+            "device_mesh must be given",
+            f"Pass the mesh first: redistribute(device_mesh, placements); this tensor is"
+            f" on {layout.mesh!r}",
+            device_mesh=mesh,
         )
     return read_mesh(mesh, where)
 
@@ -122,12 +114,7 @@ def one_axis_mesh(mesh: Any, where: str) -> DeviceMesh:
         names = read.mesh_dim_names
         example = f"mesh[{names[-1]!r}]" if names else "mesh[name] of a mesh with mesh_dim_names"
         raise LayoutError(
-            describe(
-                where,
-                "device_mesh must have one axis",
-                f"Slice it: pass {example}",
-                device_mesh=read,
-            )
+            where, "device_mesh must have one axis", f"Slice it: pass {example}", device_mesh=read
         )
     return read
 
@@ -148,12 +135,10 @@ def read_placement(placement: Any, where: str) -> Placement:
     if kind == "Partial" and placement.reduce_op in REDUCE_OPS:
         return Partial(placement.reduce_op)
     raise LayoutError(
-        describe(
-            where,
-            "a placement must be a Replicate, Shard or Partial",
-            "Use hyper_parallel's placements",
-            placement=placement,
-        )
+        where,
+        "a placement must be a Replicate, Shard or Partial",
+        "Use hyper_parallel's placements",
+        placement=placement,
     )
 
 
@@ -167,12 +152,10 @@ def read_placements(placements: Any, mesh: DeviceMesh, where: str) -> tuple[Plac
         return (Replicate(),) * mesh.ndim
     if not isinstance(placements, (list, tuple, Sequence)) or len(placements) != mesh.ndim:
         raise LayoutError(
-            describe(
-                where,
-                f"placements must be a sequence with one entry per mesh axis ({mesh.ndim})",
-                "Pass for example [Shard(0)] for a mesh of one axis",
-                placements=placements,
-            )
+            where,
+            f"placements must be a sequence with one entry per mesh axis ({mesh.ndim})",
+            "Pass for example [Shard(0)] for a mesh of one axis",
+            placements=placements,
         )
     return tuple([p if isinstance(p, Placement) else read_placement(p, where) for p in placements])
 
@@ -192,12 +175,10 @@ def refuse_casts(dtypes: tuple[Any, Any], layouts: tuple[Layout, Layout], where:
         refuse_pending(forward, [p for at in layouts for p in at.placements], where)
     if backward is not None and not (backward.is_floating_point or backward.is_complex):
         raise LayoutError(
-            describe(
-                where,
-                "a gradient is of floating point or complex numbers",
-                "Pass such a backward_dtype",
-                backward_dtype=backward,
-            )
+            where,
+            "a gradient is of floating point or complex numbers",
+            "Pass such a backward_dtype",
+            backward_dtype=backward,
         )
 
 
@@ -209,15 +190,14 @@ def refuse_pending(dtype: torch.dtype, placements: Sequence[Placement], where: s
     """
     if dtype.is_floating_point:
         return
-    refuse_integer_average(dtype, placements, where)
+    if not dtype.is_complex and any(p.is_partial("avg") for p in placements):
+        raise integer_average(where, dtype)
     if dtype.is_complex and any(p.is_partial("max") or p.is_partial("min") for p in placements):
         raise LayoutError(
-            describe(
-                where,
-                "Partial('max') and Partial('min') need numbers that have an order",
-                "Reduce abs() or view_as_real() of the tensor",
-                dtype=dtype,
-            )
+            where,
+            "Partial('max') and Partial('min') need numbers that have an order",
+            "Reduce abs() or view_as_real() of the tensor",
+            dtype=dtype,
         )
 
 
@@ -231,23 +211,13 @@ def refuse_slices(src: DeviceMesh, dst: DeviceMesh, where: str) -> None:
     """
     if (src.is_slice or dst.is_slice) and set(src.ranks) != set(dst.ranks):
         raise PlanError(
-            describe(
-                where,
-                "a mesh of other ranks must be the same mesh on every rank, not a slice",
-                "Make it with DeviceMesh(device_type, ranks); or stay on the whole mesh, with"
-                " Replicate on the other axes, and go through to_local and from_local",
-                src=src,
-                dst=dst,
-            )
+            where,
+            "a mesh of other ranks must be the same mesh on every rank, not a slice",
+            "Make it with DeviceMesh(device_type, ranks); or stay on the whole mesh, with"
+            " Replicate on the other axes, and go through to_local and from_local",
+            src=src,
+            dst=dst,
         )
-
-
-def refuse_integer_average(dtype: torch.dtype, placements: Sequence[Placement], where: str) -> None:
-    """Refuse a pending average of integers, which has no exact value."""
-    if not (dtype.is_floating_point or dtype.is_complex) and any(
-        p.is_partial("avg") for p in placements
-    ):
-        raise integer_average(where, dtype)
 
 
 def refuse_other_meshes(where: str, meshes: Sequence[Any]) -> None:
@@ -258,4 +228,4 @@ def refuse_other_meshes(where: str, meshes: Sequence[Any]) -> None:
     """
     if any(mesh != meshes[0] for mesh in meshes):
         must = "all operands must be on one mesh"
-        raise LayoutError(describe(where, must, "Redistribute them to one mesh", meshes=[*meshes]))
+        raise LayoutError(where, must, "Redistribute them to one mesh", meshes=[*meshes])

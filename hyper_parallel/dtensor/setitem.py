@@ -17,13 +17,7 @@ __all__ = ["run"]
 
 
 def run(cls: type[Any], target: Any, index: Any, value: Any) -> None:
-    """Set what an index selects.
-
-    Args:
-        cls: the DTensor class.
-        target: the DTensor that is written to.
-        index: ints, slices, None, `...`, positions or a mask.
-        value: a number, or a tensor that broadcasts to what is selected.
+    """Set what an index selects to a number, or a tensor that broadcasts to it.
 
     Communicates:
         What brings `value` to the layout of the selected part. An index with positions, or into a

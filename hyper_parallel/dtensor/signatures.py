@@ -7,7 +7,7 @@ parameters.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,19 +22,12 @@ __all__ = ["BoundCall", "Parameter", "bind_call", "by_name", "op_name"]
 _RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 
 _CASTS: dict[str, torch.dtype] = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "long": torch.int64,
-    "int": torch.int32,
-    "short": torch.int16,
+    **{
+        name: getattr(torch, name)
+        for name in "float double half bfloat16 long int short bool cfloat cdouble chalf".split()
+    },
     "char": torch.int8,
     "byte": torch.uint8,
-    "bool": torch.bool,
-    "cfloat": torch.complex64,
-    "cdouble": torch.complex128,
-    "chalf": torch.complex32,
 }
 
 
@@ -106,19 +99,6 @@ def op_name(func: Any) -> str:
     return ALIASES.get(name, name)
 
 
-def _arguments(
-    params: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Parameter, Any]]:
-    """Pair the parameters that a call gives with their arguments."""
-    for i, param in enumerate(params):
-        if i < len(args):
-            yield param, _spread(args[i:]) if param.takes_rest else args[i]
-            continue
-        for name in param.names:
-            if name in kwargs:
-                yield param, kwargs[name]
-
-
 def _renamed(params: Sequence[Parameter], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace names from NumPy, unless the op has them itself."""
     if not kwargs or _RENAMED.keys().isdisjoint(kwargs):
@@ -128,54 +108,42 @@ def _renamed(params: Sequence[Parameter], kwargs: Mapping[str, Any]) -> Mapping[
 
 
 def by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a call's arguments by the names in the table; those of an unknown op as they come.
-
-    Args:
-        name: the op's name from `op_name`.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        What the call gives; parameters that it leaves out are absent.
-    """
+    """Give a call's arguments by the names in the table; those of an unknown op as they come."""
     params = _SIGNATURES.get(name, _ONE)
-    kwargs = _renamed(params, kwargs)
-    known = {other for param in params for other in param.names}
-    found = {key: value for key, value in kwargs.items() if key not in known}
-    found.update({param.names[0]: value for param, value in _arguments(params, args, kwargs)})
-    return found
+    left = dict(_renamed(params, kwargs))
+    found: dict[str, Any] = {}
+    for i, param in enumerate(params):
+        if i < len(args):
+            found[param.names[0]] = _spread(args[i:]) if param.takes_rest else args[i]
+            continue
+        for other in param.names:
+            if other in left:
+                found[param.names[0]] = left.pop(other)
+    return {**left, **found}
 
 
 def bind_call(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
-    """Tell a call's operands from its static arguments.
-
-    Args:
-        name: the op's name from `op_name`.
-        func: the torch function, which tells the target of a cast.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        Operands in the order of the op's parameters, and static arguments.
-    """
+    """Tell a call's operands, in the order of the op's parameters, from its static arguments."""
     params = _SIGNATURES.get(name)
     if params is None and name != "to":
         return _bind_unnamed(args, kwargs)
     params = params or _ONE
-    kwargs = _renamed(params, kwargs)
-    known = {other for param in params for other in param.names}
-    static = {k: _hashable(v) for k, v in kwargs.items() if k not in known and k != "self"}
+    given = by_name(name, args, kwargs)
+    given.pop("self", None)
     if not params[-1].takes_rest:
-        static.update({f"arg{i}": _hashable(v) for i, v in enumerate(args[len(params) :])})
+        given.update({f"arg{i}": value for i, value in enumerate(args) if i >= len(params)})
     operands: list[Any] = []
-    for param, value in _arguments(params, args, kwargs):
+    for param in params:
+        value = given.get(param.names[0])
         is_tensor = isinstance(value, torch.Tensor)
         if not param.is_operand or (param.is_static_too and not is_tensor):
-            static[param.names[0]] = _hashable(value)
-        elif isinstance(value, (list, tuple)):
+            continue
+        given.pop(param.names[0], None)
+        if isinstance(value, (list, tuple)):
             operands.extend(value)
         elif value is not None:
             operands.append(value if is_tensor else None)
+    static = {key: _hashable(value) for key, value in given.items()}
     if name == "__getitem__":
         static["index"] = _index(args[1], operands)
     if name == "index_put":

@@ -8,7 +8,7 @@ from typing import Any
 
 from hyper_parallel.core.rule import parse_rule
 from hyper_parallel.dtensor.signatures import op_name
-from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.errors import RuleError
 from hyper_parallel.rules import register
 
 __all__ = ["register_op_rule"]
@@ -64,13 +64,13 @@ def register_op_rule(  # noqa: PLR0913  # the words of the language
     where = "register_op_rule"
     if not isinstance(op, str) and not callable(op):
         must = "op must be a torch function or its name"
-        raise RuleError(describe(where, must, "Pass torch.add, or 'add'", op=op))
+        raise RuleError(where, must, "Pass torch.add, or 'add'", op=op)
     if not isinstance(rule, str):
         must = "rule must be a string"
-        raise RuleError(describe(where, must, "Write for example '... -> ...'", rule=rule))
+        raise RuleError(where, must, "Write for example '... -> ...'", rule=rule)
     is_list = isinstance(linear, (list, tuple)) and all(type(i) is int for i in linear)
     if not isinstance(linear, bool) and not is_list:
         must = "linear must be a bool or a list of operand positions"
-        raise RuleError(describe(where, must, "Pass True, or for example [0]", linear=linear))
+        raise RuleError(where, must, "Pass True, or for example [0]", linear=linear)
     parsed = parse_rule(rule, reduce=reduce, linear=linear, random=random, empty=empty)
     register(op if isinstance(op, str) else op_name(op), parsed, replace=replace)

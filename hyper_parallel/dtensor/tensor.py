@@ -14,7 +14,7 @@ then IS in the cotangent layout. What our nodes hand to a leaf is plain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from hyper_parallel.core import (
     StridedShard,
 )
 from hyper_parallel.dtensor import dispatch, entries
-from hyper_parallel.dtensor.declare import layout_of_gradient, layout_of_local
-from hyper_parallel.dtensor.local_op import expect_wrapped, graph_part, needs_grad, redistributed
-from hyper_parallel.dtensor.moves import PLAIN, FromLocal, How, ToLocal, move
+from hyper_parallel.dtensor.declare import layout_of_local
+from hyper_parallel.dtensor.edges import declared, handed_out, layout_of_gradient
+from hyper_parallel.dtensor.local_op import needs_grad, redistributed
+from hyper_parallel.dtensor.moves import PLAIN, How, move
 from hyper_parallel.dtensor.outside import refuse_value
-from hyper_parallel.dtensor.pending import LocalPart, bare, without_torch_function
+from hyper_parallel.dtensor.pending import LocalPart, bare
 from hyper_parallel.dtensor.read import (
     read_explicit_mesh,
     read_mesh,
@@ -42,7 +43,7 @@ from hyper_parallel.dtensor.read import (
     refuse_pending,
     refuse_slices,
 )
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.mesh import restore_mesh
 
@@ -159,19 +160,17 @@ class DTensor(torch.Tensor):
         where = "DTensor.from_local"
         if isinstance(local_tensor, DTensor):
             raise LayoutError(
-                describe(
-                    where,
-                    "local_tensor must be a plain tensor",
-                    "Use redistribute to change the layout of a DTensor",
-                    local_tensor=type(local_tensor).__name__,
-                )
+                where,
+                "local_tensor must be a plain tensor",
+                "Use redistribute to change the layout of a DTensor",
+                local_tensor=type(local_tensor).__name__,
             )
         mesh = read_mesh(device_mesh, where)
         layout = layout_of_local(
             local_tensor, mesh, read_placements(placements, mesh, where), shape, run_check
         )
         grad_layout = layout_of_gradient(layout, grad_placements, where)
-        return FromLocal.apply(DTensor, local_tensor, layout, grad_layout)  # type: ignore[return-value]
+        return declared(DTensor, local_tensor, layout, grad_layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Hand out this rank's part as a plain tensor that shares storage.
@@ -194,12 +193,10 @@ class DTensor(torch.Tensor):
         """
         if not needs_grad((self,)):
             return self._local
-        if grad_placements is None and not self._layout.has_partial:
-            part = graph_part(self)
-            return part.view_as(part)
-        grad_layout = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
-        expect_wrapped(self)
-        return ToLocal.apply(self, grad_layout)  # type: ignore[return-value]
+        lies = None
+        if grad_placements is not None:
+            lies = layout_of_gradient(self._layout, grad_placements, "DTensor.to_local")
+        return handed_out(self, lies)
 
     def redistribute(
         self,
@@ -290,8 +287,7 @@ class DTensor(torch.Tensor):
         """
         if self.device_mesh.get_coordinate() is None:
             refuse_value(self.device_mesh, "DTensor.full_tensor")
-        whole = [dispatch.REPLICATE] * self.device_mesh.ndim
-        replicated = self.redistribute(self.device_mesh, whole)
+        replicated = self.redistribute(self.device_mesh, self._layout.replicated.placements)
         return replicated.to_local(grad_placements=grad_placements)
 
     # ------------------------------------------------------------------ what it is
@@ -380,45 +376,11 @@ class DTensor(torch.Tensor):
     # ------------------------------------------------------------------ gradients
 
     grad = property(entries.read_grad, entries.write_grad, entries.write_grad)  # type: ignore[assignment]
+    backward = entries.backward_of  # type: ignore[assignment]
 
     def local_in(self, layout: Layout) -> torch.Tensor:
         """Give this rank's part in another layout; not differentiable. Internal."""
         return move(self._local, self._layout, layout)
-
-    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-        """Call `hook` with the gradient, a DTensor in the cotangent layout, in backward.
-
-        Communicates:
-            Backward: a gradient that is still a pending sum is reduced for the hook.
-        """
-        return entries.register_hook(DTensor, self, hook)
-
-    def backward(  # type: ignore[override]
-        self,
-        gradient: torch.Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        """Compute the gradients of the graph's leaves, as torch.Tensor.backward does."""
-        entries.backward(DTensor, [self], [gradient], retain_graph, create_graph, None, inputs)
-
-    def retain_grad(self) -> None:
-        """Keep the gradient of a tensor that is no leaf in `grad`."""
-        with without_torch_function():
-            torch.Tensor.retain_grad(self._recorded)
-
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        """The node of the graph that made it."""
-        with without_torch_function():
-            return torch.Tensor.grad_fn.__get__(self._recorded)  # type: ignore[attr-defined]
-
-    @property
-    def output_nr(self) -> int:  # type: ignore[override]
-        """Which result of `grad_fn` it is."""
-        with without_torch_function():
-            return torch.Tensor.output_nr.__get__(self._recorded)  # type: ignore[attr-defined]
 
     @property
     def _recorded(self) -> torch.Tensor:

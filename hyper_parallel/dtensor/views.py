@@ -52,18 +52,9 @@ def memory_of(local: torch.Tensor) -> int:
 def mark_views(
     cls: type[Any], name: str, spec: Spec, operands: Sequence[Any], result: Any, *, is_view: bool
 ) -> Any:
-    """Mark what is a view of a copy, or scattered; see [Note: lost writes].
+    """Mark results that are views of a copy, or scattered; see [Note: lost writes].
 
-    Args:
-        cls: the DTensor class.
-        name: the op.
-        spec: the decision.
-        operands: the DTensors where the op needed them.
-        result: what the op gave.
-        is_view: whether that may be views.
-
-    Returns:
-        The result, or a copy of it where `contiguous` must copy though the local part need not.
+    Gives a copy where `contiguous` must make one though the local part needs none.
     """
     values = [result] if type(result) is cls else tree_flatten(result)[0]
     values = [value for value in values if isinstance(value, cls)]

@@ -22,17 +22,7 @@ _as_subclass = torch.Tensor.as_subclass
 def wrap_results(
     cls: type[Any], result: Any, spec: Spec, parts: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """Make DTensors of an op's local results.
-
-    Args:
-        cls: the DTensor class.
-        result: what the op gave.
-        spec: the decision.
-        parts: the local operands, if the op was recorded.
-
-    Returns:
-        The results, tensors as DTensors.
-    """
+    """Make DTensors of an op's local results; `parts` are its operands, if it was recorded."""
     outputs = spec.outputs
     if parts and spec.has_empty:
         result = tree_map(lambda value: _tied(value, parts), result)
@@ -55,23 +45,17 @@ def wrap_results(
 
 
 def wrap(cls: type[Any], out: torch.Tensor, layout: Layout, divisor: int = 1) -> Any:
-    """Make a DTensor of a plain local tensor, in the graph that it is in.
+    """Make a DTensor of a plain local tensor, in its graph; see [Note: above autograd].
 
-    Args:
-        cls: the DTensor class.
-        out: the local tensor.
-        layout: its layout.
-        divisor: what its gradient is divided by, for a pending average.
-
-    Returns:
-        The DTensor; see [Note: above autograd] in local_op.py.
+    Its gradient is divided by `divisor`, which is that of a pending average.
     """
     if not out.requires_grad:
         tensor: Any = _make_subclass(cls, out)
         tensor._local, tensor._layout = out, layout
         return tensor
     if divisor > 1:
-        out = _Share.apply(out, divisor)  # type: ignore[assignment]
+        out.register_hook(lambda grad: grad / divisor)
+        out = out.view_as(out)  # other hooks see the whole gradient
     tensor = _as_subclass(out, cls)
     tensor._layout, tensor._graph = layout, out  # `_local` is made when it is asked for
     return tensor
@@ -105,16 +89,3 @@ class _Tied(torch.autograd.Function):
             for (shape, dtype), need in zip(ctx.shapes, ctx.needs_input_grad[1:], strict=True)
         ]
         return grad, *zeros
-
-
-class _Share(torch.autograd.Function):
-    """A local average of which the whole result is the average: its share of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, divisor: int) -> torch.Tensor:
-        ctx.divisor = divisor
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad / ctx.divisor, None

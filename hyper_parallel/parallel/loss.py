@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from hyper_parallel.core import Layout, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.dispatch import served_by
+from hyper_parallel.dtensor.edges import declared
 from hyper_parallel.dtensor.implicit import counts_as_replicated
 from hyper_parallel.dtensor.local_op import redistributed
-from hyper_parallel.dtensor.moves import FromLocal
 from hyper_parallel.dtensor.read import refuse_other_tensors, whole_of
 from hyper_parallel.errors import LayoutError, describe
 from hyper_parallel.parallel.targets import (
@@ -160,7 +160,7 @@ class Loss:
                         placements=layout.placements,
                     )
                 )
-            target = FromLocal.apply(DTensor, target, layout.replicated, None)
+            target = declared(DTensor, target, layout.replicated)
         if target._layout != layout:  # type: ignore[union-attr]
             target = redistributed(target, layout)
         return target.to_local()  # type: ignore[union-attr]
@@ -211,7 +211,7 @@ class Loss:
         layout = self.rows
         if self.reduction != "none":
             layout = layout.replicated.with_shape(())
-        return FromLocal.apply(DTensor, result, layout, None)
+        return declared(DTensor, result, layout)
 
 
 def is_probability(target: Any) -> bool:
@@ -312,7 +312,7 @@ def _log_softmax(
         return NotImplemented
     logits, loss = found
     result = log_softmax(logits, loss.place).movedim(-1, dim)
-    return FromLocal.apply(DTensor, result, input._layout.cotangent, None)
+    return declared(DTensor, result, input._layout.cotangent)
 
 
 def _softmax(input: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:

@@ -78,14 +78,25 @@ def test_create_graph_is_refused_through_moves():
     local = torch.ones(2, 6, requires_grad=True)
     losses = {
         "DTensor gradient": x.redistribute(mesh, [Replicate()]),
-        "DTensor.to_local": x.to_local(grad_placements=[Shard(0)]),
-        "DTensor.from_local": DTensor.from_local(local, mesh, [Shard(0)]),
+        "DTensor.from_local": DTensor.from_local(local, mesh, [Partial("avg")]),
     }
     for where, loss in losses.items():
         at = local if "from" in where else x
         seed = torch.ones_like(loss).detach().requires_grad_()
         with pytest.raises(HyperParallelError, match=f"{where}: backward must run without create"):
             torch.autograd.grad(loss, [at], seed, create_graph=True)
+
+
+@pytest.mark.parametrize("asked", [None, [Shard(0)]])
+@simulate(2)
+def test_second_derivatives_pass_the_edge_to_local_parts(asked):
+    local = seeded(4, 6).requires_grad_()
+    x = DTensor.from_local(local * 1, line(2), [Shard(0)])
+    y = (x * x).to_local(grad_placements=asked)
+    (slope,) = torch.autograd.grad((y * local).sum(), local, create_graph=True)
+    torch.testing.assert_close(slope.detach(), 3 * local.detach() ** 2)
+    slope.sum().backward()
+    torch.testing.assert_close(local.grad, 6 * local.detach())
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")

@@ -245,6 +245,21 @@ def test_plain_tensors_count_as_replicated_within_the_block_only():
 
 
 @simulate(2)
+def test_calls_are_known_again_whatever_made_their_tensors():
+    mesh = line(2)
+    x, mask = laid(seeded(4, 6), mesh, Shard(0)), torch.ones(4, 6, dtype=torch.float64)
+    leaf = seeded(4, 6).requires_grad_()
+    counts = []
+    for _ in range(2):
+        with implicit_replication():
+            x * mask
+        F.dropout(x, 0.5) + distribute_tensor(leaf * 2, mesh, [Shard(0)])
+        DTensor.from_local(leaf * 2, mesh, [Shard(1)]).sin()
+        counts.append(len(mesh.decisions))
+    assert counts[0] == counts[1]
+
+
+@simulate(2)
 def test_numbers_without_dims_always_count_as_replicated():
     mesh = line(2)
     x = laid(seeded(4, 6), mesh, Shard(0))
