@@ -60,13 +60,11 @@ def declared(
     is_inside = mesh.get_coordinate() is not None  # else what it passes is no part
     if not (torch.is_grad_enabled() and local.requires_grad):
         return wrap(cls, local.detach() if is_inside else local.new_empty(0), layout)
-    if is_inside and grad_layout is None and _count(layout) == 1:
-        return wrap(cls, local.view_as(local), layout)
     return _Declare.apply(cls, local, layout, grad_layout)
 
 
 class _Declare(torch.autograd.Function):
-    """A DTensor of this rank's part, of which the gradient is not the local one as it is."""
+    """A DTensor of this rank's part; no view of it, of which FSDP2 would warn."""
 
     @staticmethod
     def forward(
@@ -93,8 +91,8 @@ class _Declare(torch.autograd.Function):
         if ctx.saved_tensors:
             (saved,) = ctx.saved_tensors
             grad = grad * _share(saved, ctx.layout)
-        elif ctx.grad_layout is None:
-            grad = grad / (_count(ctx.layout) or 1)
+        elif ctx.grad_layout is None and (count := _count(ctx.layout) or 1) > 1:
+            grad = grad / count
         return None, grad, None, None
 
 
