@@ -11,7 +11,6 @@ from hyper_parallel.core import Layout, Partial
 from hyper_parallel.dtensor.local_op import graph_part
 from hyper_parallel.dtensor.moves import arrived, move, refuse_create_graph
 from hyper_parallel.dtensor.read import read_placements
-from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import gather_dim, reduce
@@ -55,12 +54,11 @@ def declared(
         Backward: what brings the gradient to `grad_layout`, or makes it that of a pending max,
         min (two all-reduces) or product (one all-gather).
     """
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _Declare.apply(cls, local, layout, grad_layout)
     mesh: Any = layout.mesh
-    layout = Layout.of(mesh, layout.placements, layout.shape)  # see [Note: known calls]
     is_inside = mesh.get_coordinate() is not None  # else what it passes is no part
-    if not (torch.is_grad_enabled() and local.requires_grad):
-        return wrap(cls, local.detach() if is_inside else local.new_empty(0), layout)
-    return _Declare.apply(cls, local, layout, grad_layout)
+    return cls(local.detach() if is_inside else local.new_empty(0), layout)
 
 
 class _Declare(torch.autograd.Function):
