@@ -21,7 +21,8 @@ class HyperParallelError(RuntimeError):
     """Any error this library raises on purpose: of a text, or of what `describe` makes one."""
 
     def __init__(self, where: str, must: str = "", do: str = "", /, **got: object) -> None:
-        super().__init__(describe(where, must, do, **got) if must else where)
+        # Not by super(): torch.compile would go on behind it, where it gives up at a raise.
+        self.args = (describe(where, must, do, **got) if must else where,)
 
 
 class LayoutError(HyperParallelError, ValueError):

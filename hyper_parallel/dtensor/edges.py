@@ -11,7 +11,6 @@ from hyper_parallel.core import Layout, Partial
 from hyper_parallel.dtensor.local_op import graph_part
 from hyper_parallel.dtensor.moves import arrived, move, refuse_create_graph
 from hyper_parallel.dtensor.read import read_placements
-from hyper_parallel.dtensor.wrapping import wrap
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 from hyper_parallel.runtime.rows import gather, reduce
@@ -55,18 +54,15 @@ def declared(
         Backward: what brings the gradient to `grad_layout`, or makes it that of a pending max,
         min (two all-reduces) or product (one all-gather).
     """
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _Declare.apply(cls, local, layout, grad_layout)
     mesh: Any = layout.mesh
-    layout = Layout.of(mesh, layout.placements, layout.shape)  # see [Note: known calls]
     is_inside = mesh.get_coordinate() is not None  # else what it passes is no part
-    if not (torch.is_grad_enabled() and local.requires_grad):
-        return wrap(cls, local.detach() if is_inside else local.new_empty(0), layout)
-    if is_inside and grad_layout is None and _count(layout) == 1:
-        return wrap(cls, local.view_as(local), layout)
-    return _Declare.apply(cls, local, layout, grad_layout)
+    return cls(local.detach() if is_inside else local.new_empty(0), layout)
 
 
 class _Declare(torch.autograd.Function):
-    """A DTensor of this rank's part, of which the gradient is not the local one as it is."""
+    """A DTensor of this rank's part; no view of it, of which FSDP2 would warn."""
 
     @staticmethod
     def forward(
@@ -93,8 +89,8 @@ class _Declare(torch.autograd.Function):
         if ctx.saved_tensors:
             (saved,) = ctx.saved_tensors
             grad = grad * _share(saved, ctx.layout)
-        elif ctx.grad_layout is None:
-            grad = grad / (_count(ctx.layout) or 1)
+        elif ctx.grad_layout is None and (count := _count(ctx.layout) or 1) > 1:
+            grad = grad / count
         return None, grad, None, None
 
 
