@@ -18,7 +18,7 @@ from hyper_parallel.backends._torch.groups import joint_group, mesh_groups
 from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
 from hyper_parallel.core.mesh import AbstractMesh, nested_ranks
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 from hyper_parallel.runtime.mesh import DeviceMesh
 
@@ -86,14 +86,12 @@ class TorchBackend:
         world = dist.get_world_size()
         if max(mesh.ranks) >= world:
             raise BackendError(
-                describe(
-                    "DeviceMesh",
-                    f"every rank of the mesh must be below the world size {world}",
-                    "Start as many processes as the mesh has ranks (torchrun --nproc-per-node), or"
-                    " make a smaller mesh",
-                    mesh_shape=mesh.shape,
-                    world_size=world,
-                )
+                "DeviceMesh",
+                f"every rank of the mesh must be below the world size {world}",
+                "Start as many processes as the mesh has ranks (torchrun --nproc-per-node), or"
+                " make a smaller mesh",
+                mesh_shape=mesh.shape,
+                world_size=world,
             )
 
     def rank(self) -> int:

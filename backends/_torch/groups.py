@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hyper_parallel.core.mesh import AbstractMesh
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 
 __all__ = ["joint_group", "mesh_groups"]
 
@@ -111,12 +111,10 @@ def joint_group(ranks: Ranks, name: str) -> dist.ProcessGroup:
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     if world.bound_device_id is not None:
         raise BackendError(
-            describe(
-                "DeviceMesh",
-                "the default process group must not be bound to a device to join mesh axes",
-                "Start the default group without device_id",
-                device_id=str(world.bound_device_id),
-            )
+            "DeviceMesh",
+            "the default process group must not be bound to a device to join mesh axes",
+            "Start the default group without device_id",
+            device_id=str(world.bound_device_id),
         )
     _level_group_counts(ranks)
     made = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)

@@ -76,7 +76,7 @@ def refused(
             return BackendError(text)
     if not 0 <= given.get("src", 0) < size:
         must = f"src must be an index into the group {communicator.ranks}"
-        return BackendError(describe(where, must, "Pass one", src=given["src"]))
+        return BackendError(where, must, "Pass one", src=given["src"])
     return wrong_tensor(where, x, device_type)
 
 

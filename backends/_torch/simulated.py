@@ -19,7 +19,7 @@ from hyper_parallel.backends._torch.simulated_collectives import (
     SimulatedGroup,
 )
 from hyper_parallel.core.mesh import AbstractMesh
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime.baton import Baton, current_rank
 from hyper_parallel.runtime.calls import Call
 from hyper_parallel.runtime.interface import ArrayOps, Capabilities
@@ -70,13 +70,11 @@ class SimulatedBackend:
         needed = max(mesh.ranks) + 1
         if needed > self.world_size:
             raise BackendError(
-                describe(
-                    "init_device_mesh",
-                    f"every rank of the mesh must be below the world size {self.world_size}",
-                    f"Use simulate({needed}), or make a smaller mesh",
-                    mesh_shape=mesh.shape,
-                    world_size=self.world_size,
-                )
+                "init_device_mesh",
+                f"every rank of the mesh must be below the world size {self.world_size}",
+                f"Use simulate({needed}), or make a smaller mesh",
+                mesh_shape=mesh.shape,
+                world_size=self.world_size,
             )
 
     def rank(self) -> int:
@@ -84,12 +82,10 @@ class SimulatedBackend:
         rank = current_rank()
         if rank is None:
             raise BackendError(
-                describe(
-                    "simulate",
-                    "simulated ranks exist only while the simulated function runs",
-                    "Use meshes inside the function, on the rank's own thread",
-                    rank=rank,
-                )
+                "simulate",
+                "simulated ranks exist only while the simulated function runs",
+                "Use meshes inside the function, on the rank's own thread",
+                rank=rank,
             )
         return rank
 
@@ -126,12 +122,10 @@ class SimulatedBackend:
             BackendError: always.
         """
         raise BackendError(
-            describe(
-                "simulate",
-                "a mesh must be made of simulated ranks",
-                "Use hyper_parallel.init_device_mesh inside simulate",
-                device_mesh=type(mesh).__qualname__,
-            )
+            "simulate",
+            "a mesh must be made of simulated ranks",
+            "Use hyper_parallel.init_device_mesh inside simulate",
+            device_mesh=type(mesh).__qualname__,
         )
 
     def index_array(self, mesh: AbstractMesh) -> torch.Tensor:

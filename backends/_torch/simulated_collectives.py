@@ -19,7 +19,7 @@ import torch
 
 from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, name_of
 from hyper_parallel.backends._torch.refusals import refused, wrong_pieces
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime.baton import Baton
 from hyper_parallel.runtime.calls import Call, check_parts
 from hyper_parallel.runtime.refusals import cannot_reduce
@@ -233,14 +233,12 @@ def _scatter(brought: list[Given]) -> list[Tensor]:
     fits = all(piece.shape == out.shape and piece.dtype == out.dtype for piece in pieces)
     if len(pieces) != len(brought) or not fits:
         raise BackendError(
-            describe(
-                "scatter",
-                f"src must pass {len(brought)} pieces of out's shape and dtype",
-                "Pad the pieces to one shape",
-                src=src,
-                pieces=[tuple(piece.shape) for piece in pieces],
-                out=tuple(out.shape),
-            )
+            "scatter",
+            f"src must pass {len(brought)} pieces of out's shape and dtype",
+            "Pad the pieces to one shape",
+            src=src,
+            pieces=[tuple(piece.shape) for piece in pieces],
+            out=tuple(out.shape),
         )
     given = torch.stack(list(pieces))
     return [one["out"].copy_(piece) for one, piece in zip(brought, given, strict=True)]

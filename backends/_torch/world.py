@@ -9,7 +9,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 
 __all__ = ["start_world"]
 
@@ -38,14 +38,12 @@ def start_world(device_type: str, library: str) -> None:
     missing = [name for name in _ENVIRONMENT if name not in os.environ]
     if missing:
         raise BackendError(
-            describe(
-                "init_device_mesh",
-                "torch's default process group must exist, or torchrun's environment variables",
-                "Start the script with torchrun --nproc-per-node=N, or call"
-                " torch.distributed.init_process_group first; in one process, use"
-                " hyper_parallel.simulate",
-                missing=missing,
-            )
+            "init_device_mesh",
+            "torch's default process group must exist, or torchrun's environment variables",
+            "Start the script with torchrun --nproc-per-node=N, or call"
+            " torch.distributed.init_process_group first; in one process, use"
+            " hyper_parallel.simulate",
+            missing=missing,
         )
     dist.init_process_group(
         library if device_type == "cpu" else f"cpu:gloo,{device_type}:{library}"
@@ -69,12 +67,10 @@ def _choose_device(device_type: str) -> None:
         )
     if local_rank >= count:
         raise BackendError(
-            describe(
-                "init_device_mesh",
-                f"LOCAL_RANK must name one of the {count} {device_type} devices of this machine",
-                "Start at most one process per device, or set the current device before",
-                LOCAL_RANK=local_rank,
-            )
+            "init_device_mesh",
+            f"LOCAL_RANK must name one of the {count} {device_type} devices of this machine",
+            "Start at most one process per device, or set the current device before",
+            LOCAL_RANK=local_rank,
         )
     module.set_device(local_rank)
 
@@ -84,13 +80,11 @@ def _check_served(device_type: str, library: str) -> None:
     config = dist.get_backend_config()
     if f"{device_type}:" not in config:
         raise BackendError(
-            describe(
-                "init_device_mesh",
-                f"the default process group must serve {device_type} tensors",
-                f"Start it with init_process_group('cpu:gloo,{device_type}:{library}'), or leave it"
-                " to init_device_mesh"
-                if device_type != "cpu"
-                else "Start it with init_process_group('gloo'), or leave it to init_device_mesh",
-                backend=config,
-            )
+            "init_device_mesh",
+            f"the default process group must serve {device_type} tensors",
+            f"Start it with init_process_group('cpu:gloo,{device_type}:{library}'), or leave it"
+            " to init_device_mesh"
+            if device_type != "cpu"
+            else "Start it with init_process_group('gloo'), or leave it to init_device_mesh",
+            backend=config,
         )

@@ -10,7 +10,7 @@ import numpy as np
 from hyper_parallel.backends.numpy.lockstep import redistribute
 from hyper_parallel.backends.numpy.ops import Array, NumpyOps
 from hyper_parallel.core.mesh import AbstractMesh
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime.interface import ArrayOps, Capabilities
 
 __all__ = ["NumpyBackend"]
@@ -48,14 +48,12 @@ class NumpyBackend:
             BackendError: always.
         """
         raise BackendError(
-            describe(
-                "numpy",
-                "this process must be one rank of the mesh for this call",
-                "Move all ranks' arrays with distribute, redistribute and gather of"
-                " hyper_parallel.backends.numpy, ask mesh.coordinate(rank), or use"
-                " simulate(world_size) with a 'cpu' mesh",
-                ranks="all",
-            )
+            "numpy",
+            "this process must be one rank of the mesh for this call",
+            "Move all ranks' arrays with distribute, redistribute and gather of"
+            " hyper_parallel.backends.numpy, ask mesh.coordinate(rank), or use"
+            " simulate(world_size) with a 'cpu' mesh",
+            ranks="all",
         )
 
     def make_groups(self, mesh: AbstractMesh) -> tuple[()]:

@@ -22,7 +22,7 @@ from hyper_parallel.backends.numpy.stacks import (
 from hyper_parallel.core.collective import Step
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.plan import Plan, plan
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime.executor import pending_op
 from hyper_parallel.runtime.refusals import integer_average
 
@@ -58,12 +58,10 @@ def distribute(array: Array, layout: Layout) -> LocalArrays:
     array = np.asarray(array)
     if array.shape != layout.shape:
         raise LayoutError(
-            describe(
-                "distribute",
-                f"the array must have the layout's shape {layout.shape}",
-                "Pass the whole array, or the layout of this one",
-                shape=array.shape,
-            )
+            "distribute",
+            f"the array must have the layout's shape {layout.shape}",
+            "Pass the whole array, or the layout of this one",
+            shape=array.shape,
         )
     whole = array.copy()[(None,) * layout.mesh.ndim]
     return from_stack(_run(plan(layout.replicated, layout), whole, "distribute"), layout)

@@ -26,7 +26,7 @@ from hyper_parallel.core.interval import count
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import nest_ranks
 from hyper_parallel.core.nesting import Chain, held_by, least
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = [
     "LocalArrays",
@@ -158,14 +158,12 @@ def to_stack(local_arrays: LocalArrays, layout: Layout, where: str) -> Array:
         expected = None if even is None else (*mesh.shape, *even)
         if local_arrays.shape != expected:
             raise LayoutError(
-                describe(
-                    where,
-                    f"the stack of all ranks' arrays must have shape {expected} for {layout!r}"
-                    if expected
-                    else f"uneven shards must be lists, nested as the mesh {mesh.shape}",
-                    "Pass what distribute gives, or lists of arrays, one per rank of each axis",
-                    shape=local_arrays.shape,
-                )
+                where,
+                f"the stack of all ranks' arrays must have shape {expected} for {layout!r}"
+                if expected
+                else f"uneven shards must be lists, nested as the mesh {mesh.shape}",
+                "Pass what distribute gives, or lists of arrays, one per rank of each axis",
+                shape=local_arrays.shape,
             )
         strides = local_arrays.strides[: mesh.ndim]
         own = tuple(slice(None) if stride else slice(1) for stride in strides)
@@ -176,14 +174,12 @@ def to_stack(local_arrays: LocalArrays, layout: Layout, where: str) -> Array:
         expected = layout.local_shape(rank)
         if own.shape != expected or own.dtype != stack.dtype:
             raise LayoutError(
-                describe(
-                    where,
-                    f"the array of rank {rank} must have shape {expected} and dtype"
-                    f" {stack.dtype} for {layout!r}",
-                    "Pass the ranks' arrays in the order of their coordinates",
-                    shape=own.shape,
-                    dtype=own.dtype,
-                )
+                where,
+                f"the array of rank {rank} must have shape {expected} and dtype"
+                f" {stack.dtype} for {layout!r}",
+                "Pass the ranks' arrays in the order of their coordinates",
+                shape=own.shape,
+                dtype=own.dtype,
             )
         stack[(*coordinate, *map(slice, expected))] = own
     return stack
@@ -194,11 +190,9 @@ def _flat(nested: Any, shape: Sequence[int], where: str) -> list[Array]:
         return [np.asarray(nested)]
     if not isinstance(nested, (list, tuple, np.ndarray)) or len(nested) != shape[0]:
         raise LayoutError(
-            describe(
-                where,
-                f"local_arrays must have {shape[0]} entries at each place of this mesh axis",
-                "Nest lists of arrays as the mesh is, one entry per rank of each axis",
-                entries=len(nested) if isinstance(nested, (list, tuple)) else type(nested).__name__,
-            )
+            where,
+            f"local_arrays must have {shape[0]} entries at each place of this mesh axis",
+            "Nest lists of arrays as the mesh is, one entry per rank of each axis",
+            entries=len(nested) if isinstance(nested, (list, tuple)) else type(nested).__name__,
         )
     return [own for part in nested for own in _flat(part, shape[1:], where)]

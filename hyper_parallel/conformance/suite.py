@@ -13,7 +13,7 @@ from hyper_parallel.conformance.moves import move_checks
 from hyper_parallel.conformance.report import Report, Result
 from hyper_parallel.conformance.training import training_checks
 from hyper_parallel.conformance.worlds import Tell, in_a_world, run_on_ranks
-from hyper_parallel.errors import HyperParallelError, describe, near_names
+from hyper_parallel.errors import HyperParallelError, near_names
 from hyper_parallel.runtime import backend_for
 
 __all__ = ["all_checks", "run_conformance"]
@@ -81,12 +81,10 @@ def _chosen(only: Sequence[str] | None) -> list[Check]:
     if unknown is not None:
         near = near_names(unknown, sorted(known))
         raise HyperParallelError(
-            describe(
-                "run_conformance",
-                "only must name checks or groups of checks",
-                f"Name one of {near}, say",
-                only=unknown,
-            )
+            "run_conformance",
+            "only must name checks or groups of checks",
+            f"Name one of {near}, say",
+            only=unknown,
         )
     return [check for check in checks if check.id in only or check.group in only]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime import simulate
 
 __all__ = ["WORLDS", "in_a_world", "run_on_ranks"]
@@ -55,7 +55,7 @@ def run_on_ranks(
     if world == "processes":
         return _Processes(work, args, ranks).results(time.monotonic() + timeout)
     text = f"world must be one of {WORLDS}"
-    raise BackendError(describe("run_conformance", text, "Name one of them", world=world))
+    raise BackendError("run_conformance", text, "Name one of them", world=world)
 
 
 def _quiet(_: str) -> None:
@@ -116,13 +116,11 @@ class _Processes:
 
     def _failed(self, rank: int, why: str) -> BackendError:
         return BackendError(
-            describe(
-                "run_conformance",
-                "every rank must come to the end",
-                f"Look at this check first: {why}",
-                rank=rank,
-                check=self._at[rank],
-            )
+            "run_conformance",
+            "every rank must come to the end",
+            f"Look at this check first: {why}",
+            rank=rank,
+            check=self._at[rank],
         )
 
 

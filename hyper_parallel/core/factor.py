@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hyper_parallel.core.rule import Dim, OpRule, Spec, is_factor
-from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.errors import RuleError
 
 __all__ = ["BoundRule", "Factor", "Place", "Shape", "bind"]
 
@@ -86,7 +86,7 @@ def bind(rule: OpRule, shapes: Sequence[Sequence[int] | None]) -> BoundRule:
     if len(shapes) != len(rule.operands):
         must = f"there must be {len(rule.operands)} operands"
         fix = "Pass one shape per operand, None for a python scalar, and leave absent operands out"
-        raise RuleError(describe(where, must, fix, shapes=tuple(shapes)))
+        raise RuleError(where, must, fix, shapes=tuple(shapes))
     fixed = tuple(None if shape is None else tuple(shape) for shape in shapes)
     specs = [_expand(where, rule, position, fixed) for position in range(len(fixed))]
     width = max((_width(spec) for spec in specs if spec is not None), default=0)
@@ -99,7 +99,7 @@ def bind(rule: OpRule, shapes: Sequence[Sequence[int] | None]) -> BoundRule:
     missing = held.difference(ordered)
     if missing:
         must = f"result factor {min(missing)!r} must occur in an operand that is a tensor"
-        raise RuleError(describe(where, must, "Pass that operand", shapes=fixed))
+        raise RuleError(where, must, "Pass that operand", shapes=fixed)
     factors = tuple(
         Factor(
             name=name,
@@ -129,11 +129,11 @@ def _expand(
     if width < 0 or len(expanded) != len(shape):
         must = f"operand {position} must have {len(spec) - (('...',) in spec)} dims"
         must += " or more" if ("...",) in spec else ""
-        raise RuleError(describe(where, must, "Use the rule for these shapes", shapes=shapes))
+        raise RuleError(where, must, "Use the rule for these shapes", shapes=shapes)
     for dim, size in zip(expanded, shape, strict=True):
         if dim == ("1",) and size != 1:
             must = f"operand {position} must have size 1 where the rule says 1"
-            raise RuleError(describe(where, must, "Use the rule for these shapes", shapes=shapes))
+            raise RuleError(where, must, "Use the rule for these shapes", shapes=shapes)
     return expanded
 
 
@@ -162,7 +162,7 @@ def _broadcast_sizes(
                 if size != known and 1 not in (size, known):
                     must = f"dim {dim[0][3:]} from the right of '...' must broadcast"
                     fix = "Make the sizes equal, or 1"
-                    raise RuleError(describe(where, must, fix, shapes=shapes))
+                    raise RuleError(where, must, fix, shapes=shapes)
                 sizes[dim[0]] = size if known == 1 else known
     return sizes
 
@@ -190,15 +190,13 @@ def _solve_sizes(
                 waiting.append((position, dim, size))
             elif (unknown and size % max(known, 1)) or (not unknown and size != known):
                 must = f"dim {' '.join(dim)!r} of operand {position} must fit the other sizes"
-                raise RuleError(
-                    describe(where, must, "Make the sizes agree", size=size, sizes=sizes)
-                )
+                raise RuleError(where, must, "Make the sizes agree", size=size, sizes=sizes)
             elif unknown and unknown[0] != "_":
                 sizes[unknown[0]] = size // max(known, 1)
         todo = waiting
     if todo:
         must = f"the sizes in {' '.join(todo[0][1])!r} must be known"
-        raise RuleError(describe(where, must, "Write name=size in the rule", shapes=shapes))
+        raise RuleError(where, must, "Write name=size in the rule", shapes=shapes)
 
 
 def _place(spec: Spec, shape: Shape | None, name: str, sizes: dict[str, int]) -> Place | None:

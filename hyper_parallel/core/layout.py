@@ -29,7 +29,7 @@ from hyper_parallel.core.placement import (
     cotangent,
     normalize,
 )
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = ["Layout", "same_cut"]
 
@@ -72,11 +72,11 @@ class Layout:
         if len(self.placements) != ndim:
             must = f"placements must have one entry per mesh axis ({ndim})"
             fix, got = "Pass one placement per axis", tuple(self.placements)
-            raise LayoutError(describe(where, must, fix, placements=got))
+            raise LayoutError(where, must, fix, placements=got)
         shape = tuple(int(size) for size in self.shape)
         if any(size < 0 for size in shape):
             fix = "Pass the global shape"
-            raise LayoutError(describe(where, "sizes must not be negative", fix, shape=shape))
+            raise LayoutError(where, "sizes must not be negative", fix, shape=shape)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "placements", normalize(self.placements, len(shape), where=where))
         _check_partials(self.placements)
@@ -192,9 +192,7 @@ class Layout:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             must = f"rank must be in the mesh {self.mesh.ranks}"
-            raise LayoutError(
-                describe("Layout.intervals", must, "Ask a rank of the mesh", rank=rank)
-            )
+            raise LayoutError("Layout.intervals", must, "Ask a rank of the mesh", rank=rank)
         return self.intervals_at(coordinate)
 
     def intervals_at(self, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
@@ -214,7 +212,7 @@ class Layout:
         if any(len(own) > 1 for own in held):
             must = "the rank must hold one range of each dim"
             fix = "Use intervals(rank) for strided and packed shards"
-            raise LayoutError(describe("Layout.slices", must, fix, layout=self, rank=rank))
+            raise LayoutError("Layout.slices", must, fix, layout=self, rank=rank)
         return tuple(slice(*own[0]) if own else slice(0, 0) for own in held)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -269,7 +267,7 @@ def _check_partials(placements: Sequence[Placement]) -> None:
     if len(ops) > 1 and not ops <= {"sum", "avg"}:
         must = "Partial ops on several mesh axes must be the same, or sum and avg"
         fix = "Reduce one of them first"
-        raise LayoutError(describe("Layout", must, fix, placements=tuple(placements)))
+        raise LayoutError("Layout", must, fix, placements=tuple(placements))
 
 
 def _check_sizes(layout: Layout) -> None:
@@ -284,11 +282,11 @@ def _check_sizes(layout: Layout) -> None:
             if isinstance(placement, Shard) and any(size % placement.block for size in sizes):
                 must = f"block must divide what axis {name!r} cuts of dim {dim}"
                 fix, block = "Pass a block that divides it", placement.block
-                raise LayoutError(describe("Layout", must, fix, sizes=cuts, block=block))
+                raise LayoutError("Layout", must, fix, sizes=cuts, block=block)
             if isinstance(placement, Packed) and cuts != [sum(placement.sizes)]:
                 must = f"packed sizes must add up to what axis {name!r} cuts of dim {dim}"
                 fix, parts = "Pass the sizes of the parts that are packed there", placement.sizes
-                raise LayoutError(describe("Layout", must, fix, cuts=cuts, sizes=parts))
+                raise LayoutError("Layout", must, fix, cuts=cuts, sizes=parts)
             sizes = sizes_left(sizes, step)
 
 
@@ -300,7 +298,7 @@ def _least_order(layout: Layout) -> tuple[int, ...]:
     if sorted(order) != list(range(ndim)):
         must = f"order must name each of the {ndim} axes once"
         fix = "Pass the axes from the one that cuts first to the one that cuts last"
-        raise LayoutError(describe("Layout", must, fix, order=order))
+        raise LayoutError("Layout", must, fix, order=order)
     # Only the axes that cut one dim must stay in order; of the others the first goes first.
     nested: dict[Any, list[int]] = {}
     for axis in order:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from hyper_parallel.errors import LayoutError, describe, near_names
+from hyper_parallel.errors import LayoutError, near_names
 
 __all__ = ["AbstractMesh", "nest_ranks", "nested_ranks"]
 
@@ -81,12 +81,10 @@ class AbstractMesh:
             known = names or "the names of a mesh that was given mesh_dim_names"
             near = near_names(axis, list(names))
             fix = (f"Did you mean {near[0]!r}? " if near else "") + "Name an axis of this mesh"
-            raise LayoutError(
-                describe("DeviceMesh", f"axis must be one of {known}", fix, axis=axis)
-            )
+            raise LayoutError("DeviceMesh", f"axis must be one of {known}", fix, axis=axis)
         if not -self.ndim <= axis < self.ndim:
             must = f"axis must be in [{-self.ndim}, {self.ndim})"
-            raise LayoutError(describe("DeviceMesh", must, "Pass an axis of this mesh", axis=axis))
+            raise LayoutError("DeviceMesh", must, "Pass an axis of this mesh", axis=axis)
         return axis % self.ndim
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
@@ -103,7 +101,7 @@ class AbstractMesh:
         if place not in self._rank_at:
             must = f"coordinate must be inside the shape {self.shape}"
             fix = "Pass one non-negative int per axis, below its size"
-            raise LayoutError(describe("DeviceMesh", must, fix, coordinate=place))
+            raise LayoutError("DeviceMesh", must, fix, coordinate=place)
         return self._rank_at[place]
 
     def group_ranks(self, axis: int | str, *, rank: int) -> tuple[int, ...]:
@@ -123,7 +121,7 @@ class AbstractMesh:
         indices = [self.axis_index(axis) for axis in axes]
         if len(set(indices)) != len(indices):
             must, fix = "axes must not repeat", "Name each axis once"
-            raise LayoutError(describe("DeviceMesh", must, fix, axes=tuple(axes)))
+            raise LayoutError("DeviceMesh", must, fix, axes=tuple(axes))
         ranks: list[int] = []
         for own in itertools.product(*(range(self.shape[i]) for i in indices)):
             for i, c in zip(indices, own, strict=True):
@@ -172,12 +170,12 @@ def nested_ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), (value,)
     if not isinstance(value, (list, tuple)) or not value:
         must, fix = "mesh must be a non-empty array of ints", "Pass nested lists of global ranks"
-        raise LayoutError(describe("DeviceMesh", must, fix, mesh=mesh))
+        raise LayoutError("DeviceMesh", must, fix, mesh=mesh)
     parts = [nested_ranks(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     shapes = {shape for shape, _ in parts}
     if len(shapes) != 1:
         must, fix = "mesh must be rectangular", "Give every row the same number of ranks"
-        raise LayoutError(describe("DeviceMesh", must, fix, mesh=mesh))
+        raise LayoutError("DeviceMesh", must, fix, mesh=mesh)
     flat = tuple(rank for _, ranks in parts for rank in ranks)
     return (len(parts), *shapes.pop()), flat
 
@@ -203,10 +201,10 @@ def _check_mesh(
     if not shape or any(size < 1 for size in shape):
         must = "shape must have at least one axis, each of size at least 1"
         fix = "Pass the number of ranks along each axis"
-        raise LayoutError(describe(where, must, fix, shape=shape))
+        raise LayoutError(where, must, fix, shape=shape)
     if len(ranks) != math.prod(shape) or len(set(ranks)) != len(ranks) or min(ranks) < 0:
         must = f"ranks must be {math.prod(shape)} different non-negative ints"
-        raise LayoutError(describe(where, must, "Give each rank once", ranks=ranks))
+        raise LayoutError(where, must, "Give each rank once", ranks=ranks)
     if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
         must = f"mesh_dim_names must be {len(shape)} different names"
-        raise LayoutError(describe(where, must, "Name each axis once", mesh_dim_names=names))
+        raise LayoutError(where, must, "Name each axis once", mesh_dim_names=names)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hyper_parallel.core.interval import chunk_sizes
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = [
     "REDUCE_OPS",
@@ -171,12 +171,12 @@ class Packed(Placement):
         if not sizes or not all(_is_int(size, least=0) for size in sizes):
             must = "sizes must be non-negative ints, at least one"
             fix = "Pass the size of each part, in order"
-            raise LayoutError(describe("Packed", must, fix, sizes=sizes))
+            raise LayoutError("Packed", must, fix, sizes=sizes)
         fits = len(blocks) == len(sizes) and all(_is_int(block, least=1) for block in blocks)
         if not fits or any(size % block for size, block in zip(sizes, blocks, strict=True)):
             must = "blocks must be one positive int for each part, and divide its size"
             fix = "Pass the number of elements that stay together in each part"
-            raise LayoutError(describe("Packed", must, fix, sizes=sizes, blocks=blocks))
+            raise LayoutError("Packed", must, fix, sizes=sizes, blocks=blocks)
 
     def parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """Give the packed parts, whatever `size` is; a layout checks that they add up to it."""
@@ -209,7 +209,7 @@ class Partial(Placement):
         if self.reduce_op not in REDUCE_OPS:
             must = f"reduce_op must be one of {', '.join(REDUCE_OPS)}"
             fix = "Pass one of these names"
-            raise LayoutError(describe("Partial", must, fix, reduce_op=self.reduce_op))
+            raise LayoutError("Partial", must, fix, reduce_op=self.reduce_op)
 
     def __repr__(self) -> str:
         return f"P({self.reduce_op})"
@@ -244,14 +244,14 @@ def normalize(placements: Sequence[Placement], ndim: int, *, where: str) -> tupl
         if not isinstance(placement, Placement):  # pyright: ignore[reportUnnecessaryIsInstance]
             must = "every placement must be a Replicate, Shard, StridedShard, Packed or Partial"
             fix = "Pass a sequence with one placement per mesh axis"
-            raise LayoutError(describe(where, must, fix, placement=placement))
+            raise LayoutError(where, must, fix, placement=placement)
         dim = placement.cut_dim
         if dim is not None and ndim == 0:
             must = "a tensor of 0 dims must be Replicate or Partial"
-            raise LayoutError(describe(where, must, "Replicate it", placement=placement))
+            raise LayoutError(where, must, "Replicate it", placement=placement)
         if dim is not None and not -ndim <= dim < ndim:
             must = f"Shard dim must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims"
-            raise LayoutError(describe(where, must, "Pass a dim the tensor has", dim=dim))
+            raise LayoutError(where, must, "Pass a dim the tensor has", dim=dim)
         if isinstance(placement, (Shard, StridedShard, Packed)) and placement.dim < 0:
             placement = replace(placement, dim=placement.dim + ndim)
         result.append(placement)
@@ -261,7 +261,7 @@ def normalize(placements: Sequence[Placement], ndim: int, *, where: str) -> tupl
 def _check_int(where: str, name: str, value: object, fix: str, least: int | None = None) -> None:
     if not _is_int(value, least):
         must = f"{name} must be an int" + ("" if least is None else f" of at least {least}")
-        raise LayoutError(describe(where, must, fix, **{name: value}))
+        raise LayoutError(where, must, fix, **{name: value})
 
 
 def _is_int(value: Any, least: int | None = None) -> bool:

@@ -24,7 +24,7 @@ from hyper_parallel.core.layout import Layout, same_cut
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.search import cheapest_way
 from hyper_parallel.core.states import Problem, State
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 
 __all__ = ["Plan", "plan"]
 
@@ -123,7 +123,7 @@ def plan(src: Layout, dst: Layout, *, itemsize: int = 4, model: LinkModel | None
 def _plan(src: Layout, dst: Layout, itemsize: int, model: LinkModel) -> Plan:
     if src.shape != dst.shape:
         must, fix = "src and dst must have one global shape", "Redistribute does not change shapes"
-        raise LayoutError(describe("plan", must, fix, src=src.shape, dst=dst.shape))
+        raise LayoutError("plan", must, fix, src=src.shape, dst=dst.shape)
     if same_cut(src, dst):
         return Plan(src, dst, ())
     if src.mesh == dst.mesh:

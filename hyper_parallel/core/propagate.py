@@ -30,7 +30,7 @@ from math import prod
 from hyper_parallel.core.choice import Choice, cuts_of, offers, pieces
 from hyper_parallel.core.factor import BoundRule, Shape
 from hyper_parallel.core.placement import Partial, Placement, Shard
-from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.errors import RuleError
 
 __all__ = ["Decision", "Shift", "Weight", "choices", "propagate"]
 
@@ -156,17 +156,17 @@ def _check(ask: _Question) -> None:
     where = f"rule {ask.bound.rule.text!r}"
     if len(ask.given) != len(ask.bound.shapes):
         must = f"placements must have one entry per operand ({len(ask.bound.shapes)})"
-        raise RuleError(describe(where, must, "Pass None for a scalar", placements=ask.given))
+        raise RuleError(where, must, "Pass None for a scalar", placements=ask.given)
     for position, (placements, shape) in enumerate(zip(ask.given, ask.bound.shapes, strict=True)):
         if (placements is None) != (shape is None):
             must = f"operand {position} must have both a shape and placements, or neither"
-            raise RuleError(describe(where, must, "Pass both", shape=shape, placements=placements))
+            raise RuleError(where, must, "Pass both", shape=shape, placements=placements)
     for position, placements, shape in ask.tensors():
         dims = [p.dim for p in placements if isinstance(p, Shard)]
         if len(placements) != len(ask.mesh) or any(not 0 <= dim < len(shape) for dim in dims):
             must = f"operand {position} must have {len(ask.mesh)} placements on dims of its shape"
             fix = "Use a Layout's placements"
-            raise RuleError(describe(where, must, fix, placements=placements, shape=shape))
+            raise RuleError(where, must, fix, placements=placements, shape=shape)
 
 
 def _considered(ask: _Question, chosen: tuple[Choice, ...], needs_grad: bool) -> list[Choice]:

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.core.placement import REDUCE_OPS
-from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.errors import RuleError
 
 __all__ = ["Dim", "OpRule", "Spec", "is_factor", "parse_rule"]
 
@@ -244,4 +244,4 @@ def _malformed(text: str, must: str, at: int, fix: str) -> RuleError:
 
 
 def _wrong(text: str, must: str, fix: str, **got: object) -> RuleError:
-    return RuleError(describe(f"rule {text!r}", must, fix, **got))
+    return RuleError(f"rule {text!r}", must, fix, **got)

@@ -12,7 +12,7 @@ from torch import nn
 from hyper_parallel.core import Layout, Placement
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import to_torch, torch_placement
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.fsdp.meshes import read_data_mesh, sibling_handles
 from hyper_parallel.runtime import DeviceMesh
 
@@ -96,12 +96,10 @@ def _check_layout(path: str, param: DTensor) -> None:
     """Refuse a parameter whose layout torch has no words for."""
     if param.layout.has_partial:
         raise LayoutError(
-            describe(
-                "fully_shard",
-                f"parameter {path!r} must not be a pending reduction",
-                "Redistribute it to Replicate or Shard first",
-                placements=param.placements,
-            )
+            "fully_shard",
+            f"parameter {path!r} must not be a pending reduction",
+            "Redistribute it to Replicate or Shard first",
+            placements=param.placements,
         )
     try:
         to_torch(param)
@@ -127,7 +125,7 @@ def _check_sizes(path: str, layout: Layout, dim: int, num_shards: int) -> None:
     else:
         return
     shapes = sorted(set(parts.values()), reverse=True)
-    raise LayoutError(describe("fully_shard", must, do, layout=layout, local_shapes=shapes))
+    raise LayoutError("fully_shard", must, do, layout=layout, local_shapes=shapes)
 
 
 def _managed(modules: list[nn.Module]) -> Iterator[Entry]:
@@ -153,12 +151,10 @@ def _refuse_tie(path: str, param: nn.Parameter) -> None:
     """Refuse a parameter of which another module's half is sharded already: the tie would end."""
     if hasattr(param, _TAKEN):
         raise LayoutError(
-            describe(
-                "fully_shard",
-                f"parameter {path!r} must not be tied to one that an earlier call sharded",
-                "Shard the modules that share it in one call (of a module above both)",
-                shape=tuple(param.shape),
-            )
+            "fully_shard",
+            f"parameter {path!r} must not be tied to one that an earlier call sharded",
+            "Shard the modules that share it in one call (of a module above both)",
+            shape=tuple(param.shape),
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hyper_parallel.dtensor.read import read_mesh
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["read_data_mesh", "sibling_handles"]
@@ -29,22 +29,18 @@ def read_data_mesh(mesh: Any) -> DeviceMesh:
 
     if mesh is None:
         raise LayoutError(
-            describe(
-                "fully_shard",
-                "mesh must be given",
-                "Pass the data-parallel mesh, such as mesh['dp']",
-                mesh=None,
-            )
+            "fully_shard",
+            "mesh must be given",
+            "Pass the data-parallel mesh, such as mesh['dp']",
+            mesh=None,
         )
     read = read_mesh(mesh, "fully_shard")
     if not isinstance(read.handle, TorchMesh):
         raise LayoutError(
-            describe(
-                "fully_shard",
-                "the mesh must be made of torch process groups",
-                "FSDP2 needs a real world (torchrun); it cannot run on simulated ranks",
-                mesh=read,
-            )
+            "fully_shard",
+            "the mesh must be made of torch process groups",
+            "FSDP2 needs a real world (torchrun); it cannot run on simulated ranks",
+            mesh=read,
         )
     return read
 
@@ -74,14 +70,12 @@ def sibling_handles(
         return joint
     mesh, error = next(iter(failed.items()))
     raise LayoutError(
-        describe(
-            "fully_shard",
-            f"mesh must be a sibling of the mesh of parameter {paths[mesh]!r}, on other axes",
-            "Make one mesh, init_device_mesh(device_type, (dp, tp), mesh_dim_names=('dp', 'tp')),"
-            " and pass mesh['tp'] to parallelize_module and mesh['dp'] here",
-            mesh=_shown(data),
-            parameter_mesh=_shown(mesh),
-        )
+        "fully_shard",
+        f"mesh must be a sibling of the mesh of parameter {paths[mesh]!r}, on other axes",
+        "Make one mesh, init_device_mesh(device_type, (dp, tp), mesh_dim_names=('dp', 'tp')),"
+        " and pass mesh['tp'] to parallelize_module and mesh['dp'] here",
+        mesh=_shown(data),
+        parameter_mesh=_shown(mesh),
     ) from error
 
 

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import is_torch_dtensor, local_of
-from hyper_parallel.errors import HyperParallelError, LayoutError, PlanError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError, PlanError
 from hyper_parallel.runtime import DeviceMesh
 
 _compile_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
@@ -46,13 +46,11 @@ def local_shard(param: torch.Tensor, where: str) -> torch.Tensor:
     if isinstance(param, DTensor) or is_torch_dtensor(param):
         return local_of(param)
     raise PlanError(
-        describe(
-            where,
-            "the parameters must stay the DTensors that the style made",
-            "Distribute a new one with distribute_tensor before assigning it",
-            parameter=type(param).__name__,
-            shape=tuple(param.shape),
-        )
+        where,
+        "the parameters must stay the DTensors that the style made",
+        "Distribute a new one with distribute_tensor before assigning it",
+        parameter=type(param).__name__,
+        shape=tuple(param.shape),
     )
 
 
@@ -69,11 +67,9 @@ def keep_out_of_compile(
     """
     if is_compiling():
         raise PlanError(
-            describe(
-                where,
-                "a parallel module must not be traced by torch.compile",
-                "Compile the parts between parallel modules, or leave torch.compile out",
-            )
+            where,
+            "a parallel module must not be traced by torch.compile",
+            "Compile the parts between parallel modules, or leave torch.compile out",
         )
     return torch.compiler.disable(forward)(*args, **kwargs)
 
@@ -91,12 +87,10 @@ def refuse_other_mesh(tensor: DTensor, mesh: DeviceMesh, where: str) -> None:
     """
     if tensor.device_mesh != mesh:
         raise LayoutError(
-            describe(
-                where,
-                f"a DTensor input must be on the mesh of the style, {mesh!r}",
-                "Take its part on that mesh with to_local()",
-                device_mesh=tensor.device_mesh,
-            )
+            where,
+            f"a DTensor input must be on the mesh of the style, {mesh!r}",
+            "Take its part on that mesh with to_local()",
+            device_mesh=tensor.device_mesh,
         )
 
 
@@ -109,11 +103,9 @@ def first_tensor(where: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if args and isinstance(args[0], torch.Tensor):
         return args[0]
     raise PlanError(
-        describe(
-            where,
-            "the module's first positional argument must be the tensor to shard",
-            "Pass it positionally",
-            args=tuple(type(arg).__name__ for arg in args),
-            kwargs=sorted(kwargs),
-        )
+        where,
+        "the module's first positional argument must be the tensor to shard",
+        "Pass it positionally",
+        args=tuple(type(arg).__name__ for arg in args),
+        kwargs=sorted(kwargs),
     )

@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel.core import Placement
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.parallel.checks import first_tensor
 from hyper_parallel.parallel.sizes import global_shape, learn
 from hyper_parallel.parallel.style import ParallelStyle
@@ -54,12 +54,10 @@ class MovingStyle(ParallelStyle):
         """Bring a DTensor output to the desired placement, and hand it out plain if asked."""
         if not isinstance(output, DTensor):
             raise LayoutError(
-                describe(
-                    self.where(),
-                    "the module's forward must return a DTensor",
-                    "Keep DTensors inside the module, or use PrepareModuleOutput",
-                    output=type(output).__name__,
-                )
+                self.where(),
+                "the module's forward must return a DTensor",
+                "Keep DTensors inside the module, or use PrepareModuleOutput",
+                output=type(output).__name__,
             )
         return self._give(output.redistribute(mesh, [desired]), mesh)
 

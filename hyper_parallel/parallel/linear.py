@@ -23,7 +23,7 @@ from hyper_parallel.core import Layout, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import with_layout_of
 from hyper_parallel.dtensor.moves import move, refuse_create_graph
-from hyper_parallel.errors import PlanError, describe
+from hyper_parallel.errors import PlanError
 from hyper_parallel.parallel.checks import is_watched, keep_out_of_compile, local_shard
 from hyper_parallel.parallel.fused import Fusing
 from hyper_parallel.parallel.linear_moves import LinearEdge, Moves
@@ -75,12 +75,10 @@ class LinearForward(LinearEdge):
     def _missing(self, name: KeyError) -> PlanError:
         """Give the error of a module that lost a parameter, to a parametrization for example."""
         return PlanError(
-            describe(
-                self.where,
-                "the module must keep the parameters that the style made",
-                "Parametrize the module by hand, or leave it out of the plan",
-                missing=str(name),
-            )
+            self.where,
+            "the module must keep the parameters that the style made",
+            "Parametrize the module by hand, or leave it out of the plan",
+            missing=str(name),
         )
 
     def compute(

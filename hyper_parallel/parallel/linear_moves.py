@@ -12,7 +12,7 @@ from torch import nn
 
 from hyper_parallel.core import Layout, Partial, Placement, Plan, Replicate, Shard, plan
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.parallel.checks import first_tensor, refuse_other_mesh, relocate
 from hyper_parallel.parallel.fused import FusedSide
 from hyper_parallel.parallel.sizes import global_shape, learn
@@ -103,13 +103,11 @@ class LinearEdge:
             wanted = Layout(mesh, (place,), shape).local_shape(mesh.get_rank())
             if tuple(x.shape) != wanted:
                 raise LayoutError(
-                    describe(
-                        self.where,
-                        f"the input must be this rank's shard of in_features={size}:"
-                        f" size {wanted[-1]} on dim {x.dim() - 1}",
-                        "Cut it as torch.chunk does, or declare input_layouts=Replicate()",
-                        size=x.shape[-1],
-                    )
+                    self.where,
+                    f"the input must be this rank's shard of in_features={size}:"
+                    f" size {wanted[-1]} on dim {x.dim() - 1}",
+                    "Cut it as torch.chunk does, or declare input_layouts=Replicate()",
+                    size=x.shape[-1],
                 )
             return shape
         return global_shape(x, mesh, place, where=self.where, even_shards=self.even_shards)
@@ -117,13 +115,11 @@ class LinearEdge:
     def _plan(self, shape: tuple[int, ...]) -> Moves:
         if shape[-1:] != self.sizes[:1]:
             raise LayoutError(
-                describe(
-                    self.where,
-                    f"the input's last dim must have the layer's in_features={self.sizes[0]}",
-                    "Pass the tensor that input_layouts describes",
-                    global_shape=shape,
-                    input_layouts=self.x_place,
-                )
+                self.where,
+                f"the input's last dim must have the layer's in_features={self.sizes[0]}",
+                "Pass the tensor that input_layouts describes",
+                global_shape=shape,
+                input_layouts=self.x_place,
             )
         mesh, column = self.mesh, self.column
         last = Shard(len(shape) - 1, self.block)

@@ -18,7 +18,7 @@ from hyper_parallel.dtensor.edges import declared
 from hyper_parallel.dtensor.implicit import counts_as_replicated
 from hyper_parallel.dtensor.local_op import redistributed
 from hyper_parallel.dtensor.read import refuse_other_tensors, whole_of
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.parallel.targets import (
     ClassIndices,
     ClassProbabilities,
@@ -121,12 +121,10 @@ class Loss:
         refuse_other_tensors(target, self.where)
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
             raise LayoutError(
-                describe(
-                    self.where,
-                    "target must be integer classes",
-                    "Cast it with long(); cross_entropy takes probabilities, too",
-                    dtype=target.dtype,
-                )
+                self.where,
+                "target must be integer classes",
+                "Cast it with long(); cross_entropy takes probabilities, too",
+                dtype=target.dtype,
             )
         weight = self._checked_weight(dtype)
         return ClassIndices.of(
@@ -142,23 +140,19 @@ class Loss:
         """Give this rank's part of a target in the layout that the loss needs."""
         if tuple(target.shape) != layout.shape:
             raise LayoutError(
-                describe(
-                    self.where,
-                    f"target must have the global shape {layout.shape}",
-                    "Pass class indices, one a row, or probabilities shaped as the logits",
-                    target=tuple(target.shape),
-                )
+                self.where,
+                f"target must have the global shape {layout.shape}",
+                "Pass class indices, one a row, or probabilities shaped as the logits",
+                target=tuple(target.shape),
             )
         if not isinstance(target, DTensor):
             is_whole = target.is_floating_point() or counts_as_replicated(DTensor, target)
             if _cutting(layout) and not is_whole:
                 raise LayoutError(
-                    describe(
-                        self.where,
-                        "a target must be a DTensor where an axis cuts the batch",
-                        "Say where it lies with DTensor.from_local or distribute_tensor",
-                        placements=layout.placements,
-                    )
+                    self.where,
+                    "a target must be a DTensor where an axis cuts the batch",
+                    "Say where it lies with DTensor.from_local or distribute_tensor",
+                    placements=layout.placements,
                 )
             target = declared(DTensor, target, layout.replicated)
         if target._layout != layout:  # type: ignore[union-attr]
@@ -188,7 +182,7 @@ class Loss:
             must, fix = "weight must not need a gradient", "Pass weight.detach()"
         else:
             return whole_of(DTensor, weight)
-        raise LayoutError(describe(self.where, must, fix, **wrong))
+        raise LayoutError(self.where, must, fix, **wrong)
 
     def finish(self, rows: Tensor, goal: Goal, logits: Tensor) -> Tensor:
         """Reduce the rows' losses over the whole batch; give the local result."""

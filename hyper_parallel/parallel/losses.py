@@ -11,7 +11,7 @@ from hyper_parallel.core import Layout, Partial, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import from_torch, is_torch_dtensor, torch_placement
 from hyper_parallel.dtensor.read import read_mesh, refuse_other_tensors
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.parallel.loss import Loss, is_probability
 from hyper_parallel.parallel.targets import VocabShard
 from hyper_parallel.parallel.vocab import linear_rows
@@ -77,22 +77,18 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  # those of F.cross_entropy, 
     refuse_other_tensors(logits, where)
     if mesh.ndim != 1 or isinstance(logits, DTensor) or not logits.ndim:
         raise LayoutError(
-            describe(
-                where,
-                "logits must be plain, with classes on the last dim, and the mesh of one axis",
-                'Slice the mesh, as in mesh["tp"]; for DTensors use loss_parallel()',
-                logits=type(logits).__name__,
-                mesh=mesh,
-            )
+            where,
+            "logits must be plain, with classes on the last dim, and the mesh of one axis",
+            'Slice the mesh, as in mesh["tp"]; for DTensors use loss_parallel()',
+            logits=type(logits).__name__,
+            mesh=mesh,
         )
     if is_probability(target) and (isinstance(target, DTensor) or target.shape != logits.shape):
         raise LayoutError(
-            describe(
-                where,
-                f"probabilities must be plain and of the logits' shape {tuple(logits.shape)}",
-                "Pass this rank's classes only",
-                target=tuple(target.shape),
-            )
+            where,
+            f"probabilities must be plain and of the logits' shape {tuple(logits.shape)}",
+            "Pass this rank's classes only",
+            target=tuple(target.shape),
         )
     place = _place(mesh, logits.shape[-1], vocab_size, where)
     rows = Layout(mesh, (Replicate(),), tuple(logits.shape[:-1]))
@@ -108,12 +104,10 @@ def _place(mesh: DeviceMesh, own: int, vocab: int | None, where: str) -> VocabSh
     (part,) = Layout(mesh, (Shard(0),), (vocab,)).slices(mesh.get_rank())
     if part.stop - part.start != own:
         raise LayoutError(
-            describe(
-                where,
-                f"this rank must hold {part.stop - part.start} of {vocab} classes",
-                "Cut as torch.chunk does, or leave vocab_size out",
-                classes=own,
-            )
+            where,
+            f"this rank must hold {part.stop - part.start} of {vocab} classes",
+            "Cut as torch.chunk does, or leave vocab_size out",
+            classes=own,
         )
     return VocabShard(mesh, (0,), part.start, own, vocab)
 
@@ -205,7 +199,7 @@ def _check_linear(input: torch.Tensor, head: Layout, bias: Any, chunk_size: int)
         fix, wrong = "Cut it with the same placements", {"linear_bias": lies}
     else:
         return
-    raise LayoutError(describe(where, must, fix, **wrong))
+    raise LayoutError(where, must, fix, **wrong)
 
 
 def _layout_of(param: torch.Tensor, name: str, where: str) -> Layout:
@@ -224,12 +218,10 @@ def _layout_of(param: torch.Tensor, name: str, where: str) -> Layout:
         isinstance(p, plain) and p.cut_dim in (None, 0) for p in layout.placements
     ):
         raise LayoutError(
-            describe(
-                where,
-                f"{name} must be a DTensor, cut along the classes or replicated",
-                "Give the last layer ColwiseParallel()",
-                **{name: type(param).__name__ if layout is None else layout},
-            )
+            where,
+            f"{name} must be a DTensor, cut along the classes or replicated",
+            "Give the last layer ColwiseParallel()",
+            **{name: type(param).__name__ if layout is None else layout},
         )
     return layout
 

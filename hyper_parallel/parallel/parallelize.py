@@ -83,12 +83,10 @@ def parallelize_module(
     """
     if not isinstance(module, nn.Module):
         raise PlanError(
-            describe(
-                _WHERE,
-                "module must be an nn.Module",
-                "Pass the model, then the mesh, then the plan",
-                module=type(module).__name__,
-            )
+            _WHERE,
+            "module must be an nn.Module",
+            "Pass the model, then the mesh, then the plan",
+            module=type(module).__name__,
         )
     mesh = one_axis_mesh(device_mesh, _WHERE)
     mesh.get_local_rank()
@@ -116,12 +114,10 @@ def _check_source(src_data_rank: Any, mesh: DeviceMesh) -> None:
     if src_data_rank is None or src_data_rank in range(mesh.size()):
         return
     raise PlanError(
-        describe(
-            _WHERE,
-            f"src_data_rank must be a position on the mesh (0 to {mesh.size() - 1}) or None",
-            "Pass the position whose parameters count",
-            src_data_rank=src_data_rank,
-        )
+        _WHERE,
+        f"src_data_rank must be a position on the mesh (0 to {mesh.size() - 1}) or None",
+        "Pass the position whose parameters count",
+        src_data_rank=src_data_rank,
     )
 
 
@@ -161,17 +157,15 @@ def _wrong_type(style: Any, **key: Any) -> PlanError:
     if torchs:
         got = dict.fromkeys(got, f"{_TORCHS}.{torchs[0]}")
         do = f"Import hyper_parallel.{torchs[0]} in its place, which takes the same arguments"
-    return PlanError(describe(_WHERE, must, do, **key, **got))
+    return PlanError(_WHERE, must, do, **key, **got)
 
 
 def _two_patterns(path: str, *patterns: str) -> PlanError:
     return PlanError(
-        describe(
-            _WHERE,
-            f"one pattern at most may shard module {path!r}",
-            "Make the patterns disjoint",
-            patterns=patterns,
-        )
+        _WHERE,
+        f"one pattern at most may shard module {path!r}",
+        "Make the patterns disjoint",
+        patterns=patterns,
     )
 
 
@@ -239,14 +233,12 @@ def _compare(one: tuple[str, LinearForward], two: tuple[str, LinearForward]) -> 
     if tuple(size * ratio for size in pieces) == larger:
         return
     raise PlanError(
-        describe(
-            f"ColwiseParallel on {large!r}",
-            f"its {b.sizes[1]} features must be cut over {b.mesh.size()} ranks as those of"
-            f" {small!r} are, {ratio} for each one",
-            "Give both output_layouts=Shard(-1, block=...), the larger one the larger block, or"
-            " use_local_output=False",
-            **{"pieces": larger, "pieces beside it": pieces},
-        )
+        f"ColwiseParallel on {large!r}",
+        f"its {b.sizes[1]} features must be cut over {b.mesh.size()} ranks as those of"
+        f" {small!r} are, {ratio} for each one",
+        "Give both output_layouts=Shard(-1, block=...), the larger one the larger block, or"
+        " use_local_output=False",
+        **{"pieces": larger, "pieces beside it": pieces},
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hyper_parallel.core import Placement
 from hyper_parallel.dtensor.read import read_placement
-from hyper_parallel.errors import PlanError, describe, near_names
+from hyper_parallel.errors import PlanError, near_names
 from hyper_parallel.parallel.edge import MovingStyle
 from hyper_parallel.runtime import DeviceMesh
 
@@ -47,12 +47,10 @@ class _PrepareStyle(MovingStyle):
         by_name = isinstance(one, dict)
         if one.keys() != two.keys() if by_name else len(one or ()) != len(two or ()):
             raise PlanError(
-                describe(
-                    type(self).__name__,
-                    f"{declared} and {desired} must match",
-                    "Give one entry for each",
-                    **{declared: one, desired: two},
-                )
+                type(self).__name__,
+                f"{declared} and {desired} must match",
+                "Give one entry for each",
+                **{declared: one, desired: two},
             )
 
     def _move(self, value: Any, mesh: DeviceMesh, *layouts: Placement | None) -> Any:
@@ -62,13 +60,11 @@ class _PrepareStyle(MovingStyle):
             return value
         if not isinstance(value, torch.Tensor):
             raise PlanError(
-                describe(
-                    self.where(),
-                    "what has a layout must be a tensor",
-                    "Put None in the place of its layout",
-                    layout=declared,
-                    value=type(value).__name__,
-                )
+                self.where(),
+                "what has a layout must be a tensor",
+                "Put None in the place of its layout",
+                layout=declared,
+                value=type(value).__name__,
             )
         desired = declared if desired is None else desired
         return self._give(self._arrange(value, mesh, declared, desired), mesh)
@@ -81,12 +77,10 @@ class _PrepareStyle(MovingStyle):
         desired = getattr(self, f"desired_{side}_layouts") or ()
         if len(values) != len(declared):
             raise PlanError(
-                describe(
-                    self.where(),
-                    f"{side}_layouts must have one entry per {each}",
-                    f"Use None for {side}s to leave alone",
-                    **{f"{side}s": len(values), f"{side}_layouts": declared},
-                )
+                self.where(),
+                f"{side}_layouts must have one entry per {each}",
+                f"Use None for {side}s to leave alone",
+                **{f"{side}s": len(values), f"{side}_layouts": declared},
             )
         moves = zip(values, declared, desired, strict=True)
         return tuple(self._move(value, mesh, *layouts) for value, *layouts in moves)
@@ -159,14 +153,10 @@ class PrepareModuleInput(_PrepareStyle):
         if unknown and not takes_any:
             near = near_names(unknown[0], list(params))
             raise PlanError(
-                describe(
-                    self.where(),
-                    "input_kwarg_layouts must name arguments of the module's forward",
-                    f"Did you mean {near[0]!r}"
-                    if near
-                    else f"Its arguments are {list(params)[1:]}",
-                    input_kwarg_layouts=unknown,
-                )
+                self.where(),
+                "input_kwarg_layouts must name arguments of the module's forward",
+                f"Did you mean {near[0]!r}" if near else f"Its arguments are {list(params)[1:]}",
+                input_kwarg_layouts=unknown,
             )
 
     def transform_inputs_pre_forward(
@@ -178,12 +168,10 @@ class PrepareModuleInput(_PrepareStyle):
             positional = [name for name in given if name in self.input_kwarg_layouts]
             if positional:
                 raise PlanError(
-                    describe(
-                        self.where(),
-                        "inputs in input_kwarg_layouts must be passed by keyword",
-                        "Pass them by keyword, or declare them in input_layouts",
-                        positional=positional,
-                    )
+                    self.where(),
+                    "inputs in input_kwarg_layouts must be passed by keyword",
+                    "Pass them by keyword, or declare them in input_layouts",
+                    positional=positional,
                 )
         if self.input_layouts is not None:
             args = self._move_all(args, mesh, "input", "positional input")

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.core import Layout, Placement, Shard, chunk_sizes
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime import DeviceMesh
 
 __all__ = ["ScopedForward", "global_shape", "learn", "open_scope"]
@@ -131,13 +131,11 @@ def _sizes(shape: list[int], mesh: DeviceMesh, cut: Shard, where: str) -> tuple[
     mine = mesh.get_local_rank()
     if found[mine] != size:
         raise LayoutError(
-            describe(
-                where,
-                f"a plain shard must have {found[mine]} entries on dim {cut.dim}, as the others of"
-                f" this forward pass (sizes by rank: {found})",
-                "Pass a DTensor, which knows its global shape, or even_shards=True",
-                size=size,
-            )
+            where,
+            f"a plain shard must have {found[mine]} entries on dim {cut.dim}, as the others of"
+            f" this forward pass (sizes by rank: {found})",
+            "Pass a DTensor, which knows its global shape, or even_shards=True",
+            size=size,
         )
     return found
 
@@ -149,11 +147,9 @@ def _exchange(size: int, mesh: DeviceMesh, cut: Shard, where: str) -> tuple[int,
     if total % cut.block or sizes != chunk_sizes(total, len(sizes), cut.block):
         rule = f"in blocks of {cut.block}" if cut.block > 1 else chunk_sizes(total, len(sizes))
         raise LayoutError(
-            describe(
-                where,
-                f"the shards of dim {cut.dim} must have torch.chunk's sizes {rule}",
-                "Cut the input with torch.chunk, or pass a DTensor",
-                sizes=sizes,
-            )
+            where,
+            f"the shards of dim {cut.dim} must have torch.chunk's sizes {rule}",
+            "Cut the input with torch.chunk, or pass a DTensor",
+            sizes=sizes,
         )
     return sizes

@@ -23,7 +23,7 @@ from hyper_parallel.core import Layout, Placement
 from hyper_parallel.dtensor import DTensor, distribute_tensor
 from hyper_parallel.dtensor.interop import is_torch_dtensor, own_parameters
 from hyper_parallel.dtensor.read import one_axis_mesh
-from hyper_parallel.errors import HyperParallelError, PlanError, describe
+from hyper_parallel.errors import HyperParallelError, PlanError
 from hyper_parallel.parallel.checks import is_watched, keep_out_of_compile, relocate
 from hyper_parallel.parallel.sizes import ScopedForward
 from hyper_parallel.runtime import DeviceMesh
@@ -74,12 +74,10 @@ class ParallelStyle:
         super().__init_subclass__(**kwargs)
         if "_apply" in cls.__dict__ and cls.apply is ParallelStyle.apply:
             raise PlanError(
-                describe(
-                    "ParallelStyle",
-                    "a style must define apply(module, device_mesh), which is public here",
-                    "Rename _apply to apply",
-                    style=cls.__name__,
-                )
+                "ParallelStyle",
+                "a style must define apply(module, device_mesh), which is public here",
+                "Rename _apply to apply",
+                style=cls.__name__,
             )
 
     def apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
@@ -211,25 +209,21 @@ class ParallelStyle:
         """
         if is_torch_dtensor(param):
             raise PlanError(
-                describe(
-                    self.where(),
-                    f"{name} must not be torch's DTensor yet",
-                    "Parallelize the module before fully_shard",
-                    placements=param.placements,  # type: ignore[attr-defined]
-                )
+                self.where(),
+                f"{name} must not be torch's DTensor yet",
+                "Parallelize the module before fully_shard",
+                placements=param.placements,  # type: ignore[attr-defined]
             )
         if not isinstance(param, DTensor):
             return
         wanted = Layout(mesh, (placement,), param.layout.shape)
         if param.layout != wanted:
             raise PlanError(
-                describe(
-                    self.where(),
-                    f"{name} must be plain, or sharded already (tied) as this style would do it",
-                    "Apply one style to each parameter; cut tied ones alike, or untie them",
-                    have=param.layout,
-                    wanted=wanted,
-                )
+                self.where(),
+                f"{name} must be plain, or sharded already (tied) as this style would do it",
+                "Apply one style to each parameter; cut tied ones alike, or untie them",
+                have=param.layout,
+                wanted=wanted,
             )
 
     def refuse_styled(self, module: nn.Module) -> None:
@@ -240,12 +234,10 @@ class ParallelStyle:
         """
         if getattr(module.__dict__.get("forward"), "shards", False):
             raise PlanError(
-                describe(
-                    self.where(),
-                    "the module must not be sharded by a style already",
-                    "Apply one such style to each module, once",
-                    module=type(module).__name__,
-                )
+                self.where(),
+                "the module must not be sharded by a style already",
+                "Apply one such style to each module, once",
+                module=type(module).__name__,
             )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from hyper_parallel.core import Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.read import read_placement
-from hyper_parallel.errors import PlanError, describe
+from hyper_parallel.errors import PlanError
 from hyper_parallel.parallel.checks import local_shard, refuse_other_mesh
 from hyper_parallel.parallel.edge import MovingStyle
 from hyper_parallel.parallel.linear import LinearForward
@@ -74,21 +74,17 @@ class _CutStyle(MovingStyle):
         self.refuse_styled(module)
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             raise PlanError(
-                describe(
-                    self.where(),
-                    "the module must be an nn.Linear or an nn.Embedding",
-                    "Name such a module in the plan, or write a ParallelStyle of your own",
-                    module=type(module).__name__,
-                )
+                self.where(),
+                "the module must be an nn.Linear or an nn.Embedding",
+                "Name such a module in the plan, or write a ParallelStyle of your own",
+                module=type(module).__name__,
             )
         if module._parameters.get("weight") is None:
             raise PlanError(
-                describe(
-                    self.where(),
-                    "the weight must be a parameter of the module itself",
-                    "Remove the parametrization, or leave this module out of the plan",
-                    parameters=sorted(name for name, _ in module.named_parameters()),
-                )
+                self.where(),
+                "the weight must be a parameter of the module itself",
+                "Remove the parametrization, or leave this module out of the plan",
+                parameters=sorted(name for name, _ in module.named_parameters()),
             )
         if isinstance(module, nn.Embedding):
             self._refuse_options(module)
@@ -103,12 +99,10 @@ class _CutStyle(MovingStyle):
         for name, is_set in options.items():
             if is_set:
                 raise PlanError(
-                    describe(
-                        self.where(),
-                        f"an Embedding must not use {name}",
-                        "Leave the option out, or leave this module out of the plan",
-                        **{name: getattr(module, name)},
-                    )
+                    self.where(),
+                    f"an Embedding must not use {name}",
+                    "Leave the option out, or leave this module out of the plan",
+                    **{name: getattr(module, name)},
                 )
 
     def validate_param(
@@ -122,12 +116,10 @@ class _CutStyle(MovingStyle):
         table = self._table(module)
         if name not in table:
             raise PlanError(
-                describe(
-                    self.where(),
-                    f"parameters must be among {sorted(table)}",
-                    "Override validate_param and shard_param to say how to cut this one",
-                    parameter=name,
-                )
+                self.where(),
+                f"parameters must be among {sorted(table)}",
+                "Override validate_param and shard_param to say how to cut this one",
+                parameter=name,
             )
         self.check_sharded(f"parameter {name!r}", param, mesh, table[name])
 

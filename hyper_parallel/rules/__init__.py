@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from hyper_parallel.core.rule import OpRule
-from hyper_parallel.errors import RuleError, describe, near_names
+from hyper_parallel.errors import RuleError, near_names
 from hyper_parallel.rules import (
     index,
     join,
@@ -41,7 +41,7 @@ def lookup(name: str) -> Rule:
     if found is None:
         near = near_names(name, names())
         fix = f"Use one of {near}, or register a rule" if near else "Register a rule"
-        raise RuleError(describe("lookup", "the op must have a rule", fix, name=name))
+        raise RuleError("lookup", "the op must have a rule", fix, name=name)
     return found
 
 
@@ -79,7 +79,7 @@ def register(name: str, rule: Rule, *, replace: bool = False) -> None:
     """
     if name in _RULES and not replace:
         fix = "Pass replace=True to put yours in its place"
-        raise RuleError(describe("register", "the op must have no rule yet", fix, name=name))
+        raise RuleError("register", "the op must have no rule yet", fix, name=name)
     _RULES[name] = rule
     _version[0] += 1
 

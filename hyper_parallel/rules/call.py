@@ -14,7 +14,7 @@ from string import ascii_lowercase
 from typing import Any, cast
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.errors import RuleError
 
 __all__ = [
     "Argument",
@@ -64,7 +64,7 @@ class Call:
         shape = self.shapes[operand] if operand < len(self.shapes) else None
         if shape is None:
             must = f"operand {operand} must be a tensor"
-            raise RuleError(describe("Call", must, "Pass a tensor", shapes=self.shapes))
+            raise RuleError("Call", must, "Pass a tensor", shapes=self.shapes)
         return shape
 
     def get(self, name: str, default: Argument = None) -> Argument:
@@ -84,7 +84,7 @@ class Call:
         value = self.get(name, default)
         if not isinstance(value, int):
             fix = "Pass it as an int"
-            raise RuleError(describe("Call", f"{name} must be an int", fix, **{name: value}))
+            raise RuleError("Call", f"{name} must be an int", fix, **{name: value})
         return value
 
     def numbers(self, name: str, default: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
@@ -99,7 +99,7 @@ class Call:
         values = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(entry, int) for entry in values):
             fix = "Pass ints"
-            raise RuleError(describe("Call", f"{name} must hold ints", fix, **{name: value}))
+            raise RuleError("Call", f"{name} must hold ints", fix, **{name: value})
         return cast("tuple[int, ...]", values)
 
     def dim(self, name: str, default: int | None = None, *, extra: int = 0) -> int:
@@ -119,7 +119,7 @@ class Call:
         ndim = max(len(self.shape) + extra, 1)  # torch takes 0 and -1 for a tensor of 0 dims
         if not -ndim <= dim < ndim:
             must = f"dim must be in [{-ndim}, {ndim})"
-            raise RuleError(describe("Call", must, "Pass a dim the tensor has", dim=dim))
+            raise RuleError("Call", must, "Pass a dim the tensor has", dim=dim)
         return dim % ndim
 
     def dims(self, name: str = "dim", default: tuple[int, ...] | None = None) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ Rule = OpRule | Callable[[Call], OpRule]
 
 def refuse(where: str, must: str, **found: object) -> RuleError:
     """Make the error of a call that a rule does not describe; it then runs on gathered operands."""
-    return RuleError(describe(where, must, "Move the operands first", **found))
+    return RuleError(where, must, "Move the operands first", **found)
 
 
 def letters(count: int) -> list[str]:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.errors import RuleError
 from hyper_parallel.rules.call import Call, Rule, aligned, letters
 
 __all__ = ["RULES"]
@@ -62,7 +62,7 @@ def einsum(call: Call) -> OpRule:
     equation = call.get("equation")
     if not isinstance(equation, str):
         must = "the equation must be a string"
-        raise RuleError(describe("einsum", must, "Write it out", equation=equation))
+        raise RuleError("einsum", must, "Write it out", equation=equation)
     left, arrow, right = equation.replace(" ", "").partition("->")
     operands = [_letters(text) for text in left.split(",")]
     every = [name for names in operands for name in names]
@@ -83,7 +83,7 @@ def einsum(call: Call) -> OpRule:
     texts = [" ".join("_" if n in diagonal else n for n in names) for names in (*operands, result)]
     if "..." in diagonal:
         must = "dims of '...' must be in the result"
-        raise RuleError(describe("einsum", must, "Write the summed dims out", equation=equation))
+        raise RuleError("einsum", must, "Write the summed dims out", equation=equation)
     return parse_rule(f"{', '.join(texts[:-1])} -> {texts[-1]}", linear=True)
 
 
@@ -101,7 +101,7 @@ def tensordot(call: Call) -> OpRule:
         firsts, seconds = (dim if isinstance(dim, tuple) else (dim,) for dim in dims)
         pairs = [(_int(a) % left, _int(b) % right) for a, b in zip(firsts, seconds, strict=True)]
     else:
-        raise RuleError(describe("tensordot", "dims must be ints", "Write them out", dims=dims))
+        raise RuleError("tensordot", "dims must be ints", "Write them out", dims=dims)
     names = letters(left + right)
     first, second = names[:left], names[left:]
     for a, b in pairs:
@@ -113,7 +113,7 @@ def tensordot(call: Call) -> OpRule:
 
 def _int(value: object) -> int:
     if not isinstance(value, int):
-        raise RuleError(describe("tensordot", "dims must be ints", "Write them out", dim=value))
+        raise RuleError("tensordot", "dims must be ints", "Write them out", dim=value)
     return value
 
 
@@ -144,9 +144,7 @@ def vecdot(call: Call) -> OpRule:
     """Sum of products along one dim (`dim`)."""
     left, right = (shape or () for shape in call.shapes)
     if left != right:
-        raise RuleError(
-            describe("vecdot", "the shapes must be equal", "Expand", shapes=call.shapes)
-        )
+        raise RuleError("vecdot", "the shapes must be equal", "Expand", shapes=call.shapes)
     names, dim = letters(len(left)), call.dim("dim", -1)
     result = " ".join(name for i, name in enumerate(names) if i != dim)
     return parse_rule(f"{' '.join(names)}, {' '.join(names)} -> {result}", linear=True)

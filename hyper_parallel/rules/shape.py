@@ -7,7 +7,7 @@ from functools import partial
 from math import gcd, prod
 
 from hyper_parallel.core.rule import OpRule, parse_rule
-from hyper_parallel.errors import RuleError, describe
+from hyper_parallel.errors import RuleError
 from hyper_parallel.rules.call import Call, Rule, letters, refuse, spec
 
 __all__ = ["RULES", "reshape_rule"]
@@ -38,9 +38,7 @@ def reshape_rule(src: Shape, dst: Shape, *, local: tuple[str, ...] = ("shape",))
     """
     if prod(src) != prod(dst):
         fix = "Pass a shape with as many elements"
-        raise RuleError(
-            describe("reshape", "the number of elements must stay", fix, src=src, dst=dst)
-        )
+        raise RuleError("reshape", "the number of elements must stay", fix, src=src, dst=dst)
     if 0 in src and src != dst:
         sides = [[[f"_={size}"] for size in shape] for shape in (src, dst)]
     else:
@@ -95,7 +93,7 @@ def _resolve(sizes: Shape, numel: int) -> Shape:
     known = prod(size for size in sizes if size != -1)
     if sizes.count(-1) > 1 or known == 0 or numel % known:
         must = f"at most one size may be -1 and the rest must divide {numel}"
-        raise RuleError(describe("reshape", must, "Write the sizes out", shape=sizes))
+        raise RuleError("reshape", must, "Write the sizes out", shape=sizes)
     return tuple(numel // known if size == -1 else size for size in sizes)
 
 
@@ -127,7 +125,7 @@ def permute(call: Call) -> OpRule:
     order = [call.normalize(dim) for dim in call.numbers("dims") or ()]
     if sorted(order) != list(range(len(names))):
         must = "dims must name every dim once"
-        raise RuleError(describe("permute", must, "Pass a permutation", dims=tuple(order)))
+        raise RuleError("permute", must, "Pass a permutation", dims=tuple(order))
     return _linear(names, [names[dim] for dim in order])
 
 

@@ -183,14 +183,12 @@ class Baton:
     def _me(self) -> _Rank:
         if _here.rank is None or _here.baton is not self:
             raise BackendError(
-                describe(
-                    "simulate",
-                    "a mesh and its collectives must be used on the ranks' own threads, in the run"
-                    " that made the mesh",
-                    "Make the mesh inside the simulated function",
-                    rank=current_rank(),
-                    thread=threading.current_thread().name,
-                )
+                "simulate",
+                "a mesh and its collectives must be used on the ranks' own threads, in the run"
+                " that made the mesh",
+                "Make the mesh inside the simulated function",
+                rank=current_rank(),
+                thread=threading.current_thread().name,
             )
         return self._ranks[_here.rank]
 
@@ -275,7 +273,7 @@ class Baton:
         do = "Compute the value before, or use Python 3.12, where such a property has no lock"
         got = {"rank inside": held.holder, "rank that waits for its lock": held.waiting}
         holder = self._ranks[held.holder]
-        holder.refusal = BackendError(describe("simulate", text, do, **got))
+        holder.refusal = BackendError("simulate", text, do, **got)
         self._stopping = True
         holder.turn.release()
 

@@ -162,13 +162,11 @@ def check_parts(
         for j, expected in enumerate(receive):
             if sent[j] != expected[i]:
                 raise BackendError(
-                    describe(
-                        "all_to_all_v",
-                        f"rank {ranks[j]} must expect from rank {ranks[i]} what that rank sends",
-                        "Compute both sizes from the same layout",
-                        sent=sent[j],
-                        expected=expected[i],
-                    )
+                    "all_to_all_v",
+                    f"rank {ranks[j]} must expect from rank {ranks[i]} what that rank sends",
+                    "Compute both sizes from the same layout",
+                    sent=sent[j],
+                    expected=expected[i],
                 )
 
 

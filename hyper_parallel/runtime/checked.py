@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime.calls import Call, Said, check_parts, mismatch_text
 from hyper_parallel.runtime.interface import Communicator
 
@@ -39,12 +39,10 @@ def wants_checks(check: bool | None) -> bool:
     found = os.environ.get(_VARIABLE, "")
     if found not in ("", "0", "1"):
         raise BackendError(
-            describe(
-                "init_device_mesh",
-                f"{_VARIABLE} must be 0 or 1",
-                "Set it to 1 on every rank, or on none",
-                **{_VARIABLE: found},
-            )
+            "init_device_mesh",
+            f"{_VARIABLE} must be 0 or 1",
+            "Set it to 1 on every rank, or on none",
+            **{_VARIABLE: found},
         )
     return found == "1"
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from hyper_parallel.core.mesh import AbstractMesh, nest_ranks, nested_ranks
-from hyper_parallel.errors import LayoutError, describe
+from hyper_parallel.errors import LayoutError
 from hyper_parallel.runtime.checked import CheckedCommunicator, wants_checks
 from hyper_parallel.runtime.interface import Backend, Communicator
 from hyper_parallel.runtime.registry import backend_for
@@ -243,12 +243,10 @@ class DeviceMesh(AbstractMesh):
         wanted = (names,) if isinstance(names, str) else names
         if not isinstance(wanted, tuple) or not all(isinstance(n, str) for n in wanted):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(
-                describe(
-                    "DeviceMesh",
-                    "a mesh is sliced by the names of axes",
-                    f"Use mesh[name], or mesh[name, name], of {self.mesh_dim_names}",
-                    names=names,
-                )
+                "DeviceMesh",
+                "a mesh is sliced by the names of axes",
+                f"Use mesh[name], or mesh[name, name], of {self.mesh_dim_names}",
+                names=names,
             )
         if wanted == self.mesh_dim_names:
             return self
@@ -316,21 +314,17 @@ class DeviceMesh(AbstractMesh):
         groups = [group] if is_one else list(cast("Sequence[Any]", group))
         if mesh is None and len(groups) != 1:
             text = "mesh must be given for several groups"
-            raise LayoutError(
-                describe("from_group", text, "Pass the ranks, one axis per group", mesh=mesh)
-            )
+            raise LayoutError("from_group", text, "Pass the ranks, one axis per group", mesh=mesh)
         shape, ranks = nested_ranks(backend.group_ranks(groups[0]) if mesh is None else mesh)
         abstract = AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=mesh_dim_names)
         found = [sorted(backend.group_ranks(each)) for each in groups]
         axes = range(abstract.ndim)
         if found != [sorted(abstract.group_ranks(i, rank=backend.rank())) for i in axes]:
             raise LayoutError(
-                describe(
-                    "from_group",
-                    f"mesh must list the ranks of each group along its axis ({found})",
-                    "Pass one axis per group, in the same order",
-                    mesh=nest_ranks(ranks, shape),
-                )
+                "from_group",
+                f"mesh must list the ranks of each group along its axis ({found})",
+                "Pass one axis per group, in the same order",
+                mesh=nest_ranks(ranks, shape),
             )
         return cls.attached(abstract, backend, groups)
 
@@ -345,12 +339,10 @@ class DeviceMesh(AbstractMesh):
         rank = self.get_rank()
         if self._my_coordinate is None:
             raise LayoutError(
-                describe(
-                    where,
-                    f"this rank must be in the mesh (ranks {self.ranks})",
-                    f"rank {rank} not in mesh; ask only on the mesh's ranks",
-                    rank=rank,
-                )
+                where,
+                f"this rank must be in the mesh (ranks {self.ranks})",
+                f"rank {rank} not in mesh; ask only on the mesh's ranks",
+                rank=rank,
             )
         return self._my_coordinate
 
@@ -359,13 +351,11 @@ class DeviceMesh(AbstractMesh):
             return self.axis_index(axis)
         if self.ndim != 1:
             raise LayoutError(
-                describe(
-                    where,
-                    "mesh_dim must be given for a mesh of several axes",
-                    f"Pass one of {self.axis_names}",
-                    mesh_dim=None,
-                    mesh=self,
-                )
+                where,
+                "mesh_dim must be given for a mesh of several axes",
+                f"Pass one of {self.axis_names}",
+                mesh_dim=None,
+                mesh=self,
             )
         return 0
 
@@ -402,12 +392,10 @@ def restore_mesh(
     found = [mesh for mesh in _live.values() if mesh == equal and mesh is not equal]
     if not found:
         raise LayoutError(
-            describe(
-                "DeviceMesh",
-                "a pickled mesh must have an equal one in the process that loads it",
-                "Make the mesh first, with init_device_mesh, and slice it as before",
-                mesh=given,
-            )
+            "DeviceMesh",
+            "a pickled mesh must have an equal one in the process that loads it",
+            "Make the mesh first, with init_device_mesh, and slice it as before",
+            mesh=given,
         )
     return found[-1]
 
@@ -450,12 +438,10 @@ def init_device_mesh(
     """
     if isinstance(mesh_shape, int) or not all(isinstance(n, int) for n in mesh_shape):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(
-            describe(
-                "init_device_mesh",
-                "mesh_shape must be a tuple of ints",
-                "Pass the number of ranks along each axis, such as (2,) or (2, 4)",
-                mesh_shape=mesh_shape,
-            )
+            "init_device_mesh",
+            "mesh_shape must be a tuple of ints",
+            "Pass the number of ranks along each axis, such as (2,) or (2, 4)",
+            mesh_shape=mesh_shape,
         )
     shape = tuple(mesh_shape)
     ranks = nest_ranks(range(math.prod(shape)), shape)

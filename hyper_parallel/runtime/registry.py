@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any, cast
 
-from hyper_parallel.errors import BackendError, describe, near_names
+from hyper_parallel.errors import BackendError, near_names
 from hyper_parallel.runtime.interface import Backend
 
 __all__ = ["available_backends", "backend_for", "load_backend", "override_backend"]
@@ -66,12 +66,10 @@ def backend_for(device_type: str) -> Backend:
             backend = load_backend(known[device_type])
         except Exception as error:  # whatever its package raises
             raise BackendError(
-                describe(
-                    "init_device_mesh",
-                    "the backend of device_type must be importable",
-                    f"Install what it needs ({error})",
-                    device_type=device_type,
-                )
+                "init_device_mesh",
+                "the backend of device_type must be importable",
+                f"Install what it needs ({error})",
+                device_type=device_type,
             ) from error
         reason = backend.unavailable()
         if reason is not None:
@@ -85,12 +83,10 @@ def _refuse(device_type: str, known: dict[str, str]) -> None:
     hint = f"Did you mean {near[0]!r}? " if near and near[0] != device_type else ""
     listed = "; ".join(f"{name}: {_state(target)}" for name, target in sorted(known.items()))
     raise BackendError(
-        describe(
-            "init_device_mesh",
-            f"device_type must name a backend that can be used here ({listed})",
-            f"{hint}Use one that is available",
-            device_type=device_type,
-        )
+        "init_device_mesh",
+        f"device_type must name a backend that can be used here ({listed})",
+        f"{hint}Use one that is available",
+        device_type=device_type,
     )
 
 

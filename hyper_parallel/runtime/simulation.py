@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-from hyper_parallel.errors import BackendError, describe
+from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime.baton import Baton, Outcome, Released, current_rank
 from hyper_parallel.runtime.interface import Backend
 from hyper_parallel.runtime.registry import load_backend, override_backend
@@ -120,13 +120,11 @@ class Simulation:
     def _run(self, call: Callable[[], Any], *, stop_early: bool) -> list[Outcome]:
         if current_rank() is not None or not _one_at_a_time.acquire(blocking=False):
             raise BackendError(
-                describe(
-                    "simulate",
-                    "only one simulation may run in a process at a time, and none inside another",
-                    "Call the inner function directly: it already runs on every rank",
-                    world_size=self.world_size,
-                    rank=current_rank(),
-                )
+                "simulate",
+                "only one simulation may run in a process at a time, and none inside another",
+                "Call the inner function directly: it already runs on every rank",
+                world_size=self.world_size,
+                rank=current_rank(),
             )
         try:
             world = _load_world(self.world_size, self.device_type)
@@ -173,12 +171,10 @@ def simulate(
     """
     if type(world_size) is not int or world_size < 1:
         raise BackendError(
-            describe(
-                "simulate",
-                "world_size must be a positive int",
-                "Write @simulate(4) or simulate(4).run(fn)",
-                world_size=world_size,
-            )
+            "simulate",
+            "world_size must be a positive int",
+            "Write @simulate(4) or simulate(4).run(fn)",
+            world_size=world_size,
         )
     return Simulation(world_size, device_type, seed)
 
@@ -188,7 +184,7 @@ def _load_world(world_size: int, device_type: str | None) -> SimulatedWorld:
         return load_backend(_TARGET, world_size, device_type)
     except ImportError as error:
         raise BackendError(
-            describe("simulate", "torch must be importable", f"Install torch ({error})")
+            "simulate", "torch must be importable", f"Install torch ({error})"
         ) from error
 
 
@@ -208,12 +204,10 @@ def _first_error(outcomes: list[Outcome]) -> int | None:
 
 def _left_alone(released: Released, rank: int, error: BaseException) -> BackendError:
     told = BackendError(
-        describe(
-            "simulate",
-            "a rank that others wait for must not fail",
-            f"Look at rank {rank}'s error; this rank waited {released}",
-            **{f"rank {rank}": error},
-        )
+        "simulate",
+        "a rank that others wait for must not fail",
+        f"Look at rank {rank}'s error; this rank waited {released}",
+        **{f"rank {rank}": error},
     )
     told.__cause__ = error
     return told

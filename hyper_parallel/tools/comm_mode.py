@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.core.estimate import align, bytes_text
-from hyper_parallel.errors import HyperParallelError, describe
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.runtime import IssuedCollective, current_rank, watch
 
 __all__ = ["CommDebugMode", "ListedCollective"]
@@ -99,7 +99,7 @@ class CommDebugMode:
     def __enter__(self) -> CommDebugMode:
         if self._active is not None:
             text = "a mode must not be entered while it is active"
-            raise HyperParallelError(describe("CommDebugMode", text, "Make another one"))
+            raise HyperParallelError("CommDebugMode", text, "Make another one")
         self._found.clear()
         with ExitStack() as stack:
             stack.enter_context(self._modules)

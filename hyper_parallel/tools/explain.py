@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hyper_parallel.core import Estimate, Layout, LinkModel, plan
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 
 __all__ = ["Explanation", "explain_redistribute"]
 
@@ -36,13 +36,13 @@ class Explanation(Estimate):
         file = Path(path)
         if file.suffix not in _SUFFIXES:
             text = f"path must end in one of {_SUFFIXES}"
-            raise HyperParallelError(describe(where, text, "Name such a file", path=str(path)))
+            raise HyperParallelError(where, text, "Name such a file", path=str(path))
         try:
             from hyper_parallel.tools.picture import draw
         except ImportError as error:
             text = "matplotlib must be installed"
             do = f"Install it, as with pip install 'hyper-parallel[plot]' ({error})"
-            raise HyperParallelError(describe(where, text, do)) from error
+            raise HyperParallelError(where, text, do) from error
         unfinished = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             draw(self).savefig(unfinished, format=file.suffix[1:], dpi=120)
@@ -95,7 +95,7 @@ def explain_redistribute(
         if not isinstance(value, Layout):
             text, got = f"{name} must be a Layout", type(value).__name__
             do = "Make one with Layout(mesh, placements, shape), or pass the layout of a DTensor"
-            raise LayoutError(describe("explain_redistribute", text, do, **{name: got}))
+            raise LayoutError("explain_redistribute", text, do, **{name: got})
     found = plan(src, dst, itemsize=itemsize, model=model)
     return Explanation.of(
         found.src, found.dst, found.steps, itemsize=found.itemsize, model=found.model

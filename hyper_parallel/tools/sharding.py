@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.core import Layout
 from hyper_parallel.core.estimate import align
 from hyper_parallel.core.interval import Intervals, whole
-from hyper_parallel.errors import HyperParallelError, LayoutError, describe
+from hyper_parallel.errors import HyperParallelError, LayoutError
 
 __all__ = ["visualize_sharding"]
 
@@ -42,12 +42,10 @@ def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False) -
     if not isinstance(layout, Layout) or layout.ndim not in (1, 2):
         got = layout if isinstance(layout, Layout) else type(dtensor).__name__
         raise LayoutError(
-            describe(
-                _WHERE,
-                "dtensor must be a DTensor or a Layout of one or two dims",
-                "Use its layout.slices(rank) for other tensors",
-                dtensor=got,
-            )
+            _WHERE,
+            "dtensor must be a DTensor or a Layout of one or two dims",
+            "Use its layout.slices(rank) for other tensors",
+            dtensor=got,
         )
     if use_rich:
         _require_rich()
@@ -92,7 +90,7 @@ def _require_rich() -> None:
         import rich  # noqa: F401
     except ImportError as error:
         text, do = "rich must be installed for use_rich=True", "Install it, or leave use_rich out"
-        raise HyperParallelError(describe(_WHERE, text, f"{do} ({error})")) from error
+        raise HyperParallelError(_WHERE, text, f"{do} ({error})") from error
 
 
 def _print_rich(title: str, table: list[list[str]]) -> None:
