@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hyper-parallel", description="Tools of hyper_parallel.")
-    parser.add_argument("--version", action="version", version=str(version("hyper-parallel")))
+    parser.add_argument(
+        "--version", action="version", version=version("hyper-parallel") or "unknown"
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser(
         "doctor",

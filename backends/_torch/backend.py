@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from hyper_parallel.backends._torch.communicator import TorchCommunicator
-from hyper_parallel.backends._torch.dtypes import COMPLEX, FLOATS, INTS, DtypeSupport
+from hyper_parallel.backends._torch.dtypes import DtypeSupport
 from hyper_parallel.backends._torch.groups import joint_group, mesh_groups
 from hyper_parallel.backends._torch.ops import TorchOps
 from hyper_parallel.backends._torch.world import start_world
@@ -36,12 +36,7 @@ class TorchBackend:
     device_type: str
     library: str
     capabilities: Capabilities
-    # Gloo and NCCL can do the same.
-    dtypes: DtypeSupport = DtypeSupport(
-        moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
-        reduces=(*FLOATS, *INTS, torch.bool),
-        widens={torch.int16: torch.int32},
-    )
+    dtypes: DtypeSupport
     ops: ArrayOps = TorchOps()
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from hyper_parallel.core.placement import REDUCE_OPS
 
-__all__ = ["COMPLEX", "FLOATS", "INTS", "UNSIGNED", "DtypeSupport", "name_of"]
+__all__ = ["COMPLEX", "FLOATS", "GLOO_AND_NCCL", "INTS", "UNSIGNED", "DtypeSupport", "name_of"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -78,3 +78,10 @@ def _on(dtype: torch.dtype, op: str) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """Give a dtype's name, as Capabilities have it."""
     return str(dtype).removeprefix("torch.")
+
+
+GLOO_AND_NCCL = DtypeSupport(
+    moves=(*FLOATS, *INTS, *COMPLEX, torch.bool),
+    reduces=(*FLOATS, *INTS, torch.bool),
+    widens={torch.int16: torch.int32},
+)

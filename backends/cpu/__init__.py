@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from hyper_parallel.backends._torch.backend import TorchBackend
+from hyper_parallel.backends._torch.dtypes import GLOO_AND_NCCL
 from hyper_parallel.runtime.interface import Capabilities
 
 __all__ = ["CpuBackend"]
@@ -17,7 +18,8 @@ class CpuBackend(TorchBackend):
     name = "cpu"
     device_type = "cpu"
     library = "gloo"
-    capabilities = Capabilities(**TorchBackend.dtypes.answers())
+    dtypes = GLOO_AND_NCCL
+    capabilities = Capabilities(**GLOO_AND_NCCL.answers())
 
     def _missing(self) -> str | None:
         if not dist.is_gloo_available():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.backends._torch.backend import TorchBackend
+from hyper_parallel.backends._torch.dtypes import GLOO_AND_NCCL
 from hyper_parallel.backends.cuda.symmetric import SymmetricMatmul
 from hyper_parallel.runtime.interface import Capabilities
 
@@ -21,11 +22,12 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     device_type = "cuda"
     library = "nccl"
+    dtypes = GLOO_AND_NCCL
     capabilities = Capabilities(
         uneven_gather=True,
         native_avg=True,
         fused=SymmetricMatmul.find,
-        **TorchBackend.dtypes.answers(),
+        **GLOO_AND_NCCL.answers(),
     )
 
     def _libraries(self) -> dict[str, str]:

@@ -14,6 +14,9 @@ from hyper_parallel.errors import LayoutError, near_names
 __all__ = ["AbstractMesh", "nest_ranks", "nested_ranks"]
 
 
+_FACTS = frozenset({"device_type", "shape", "ranks", "mesh_dim_names"})
+
+
 class AbstractMesh:
     """Global ranks in an n-dimensional grid with (optionally) named axes.
 
@@ -53,6 +56,11 @@ class AbstractMesh:
         self._hash = hash(self._key())
         self.plans: dict[Any, Any] = {}  # what plan() has found for tensors on this mesh
         self.layouts: dict[Any, Any] = {}  # what Layout.of has made on this mesh
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FACTS and name in self.__dict__:
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be changed")
+        super().__setattr__(name, value)
 
     @property
     def ndim(self) -> int:

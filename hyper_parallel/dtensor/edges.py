@@ -86,10 +86,11 @@ class _Declare(torch.autograd.Function):
         cotangent = ctx.layout.cotangent
         local, lies = arrived(ctx, grad, cotangent)
         grad = move(local, lies, ctx.grad_layout or cotangent)
-        if ctx.saved_tensors:
+        count = _count(ctx.layout) if ctx.grad_layout is None else 1
+        if count is None:
             (saved,) = ctx.saved_tensors
-            grad = grad * _share(saved, ctx.layout)
-        elif ctx.grad_layout is None and (count := _count(ctx.layout) or 1) > 1:
+            grad = grad * _share(saved.contiguous(), ctx.layout)
+        elif count > 1:
             grad = grad / count
         return None, grad, None, None
 

@@ -145,7 +145,15 @@ def randn(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Make a DTensor of numbers drawn from the standard normal distribution; see `rand`."""
+    """Make a DTensor of numbers drawn from the standard normal distribution; see `rand`.
+
+    Communicates:
+        At the first draw on a mesh, two integers per axis, to compare the random states.
+
+    Raises:
+        LayoutError: placements, a dtype or a memory layout that do not fit, or random states that
+            differ.
+    """
     return _made("randn", size, dtype, layout, requires_grad, (device_mesh, placements))
 
 

@@ -122,7 +122,13 @@ def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, 
     if layout.has_partial:
         return _allowed_on_pending(cls, base, target, operands)
     others = [o._layout for o in operands if isinstance(o, cls)]  # type: ignore[attr-defined]
-    return all([lies is layout or _broadcast(lies, layout) for lies in others])  # noqa: C419  # quick
+    for lies in others:
+        if lies is layout:
+            continue
+        refuse_other_meshes(f"DTensor op {base!r}", (layout.mesh, lies.mesh))
+        if _broadcast(lies, layout) is None:
+            return False
+    return True
 
 
 def _is_recordable(cls: type[Any], base: str, target: Any) -> bool:
@@ -284,6 +290,8 @@ def brought(where: str, value: Any, layout: Layout) -> torch.Tensor | None:
 
 def _broadcast(own: Layout, layout: Layout) -> Layout | None:
     """Give where an operand must lie to be broadcast to `layout`; None: its shape does not fit."""
+    if own.shape == layout.shape:
+        return layout
     missing = len(layout.shape) - len(own.shape)
     pairs = zip(own.shape, layout.shape[max(missing, 0) :], strict=False)
     if missing < 0 or any(size not in (1, whole) for size, whole in pairs):

@@ -139,9 +139,10 @@ def _list_operand(cls: type[Any], name: str, value: Any, layout: Layout | None) 
     if isinstance(value, cls):
         if value.ndim == 0 and (layout is None or layout.shape != ()):
             return whole_of(cls, value)
-        part = None if layout is None else brought(f"DTensor op {name!r}", value, layout)
-        if part is not None and not (is_fused and value._layout != layout):
-            return part
+        if layout is not None and not (is_fused and value._layout != layout):
+            part = brought(f"DTensor op {name!r}", value, layout)
+            if part is not None:
+                return part
     elif layout is None or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     raise LayoutError(

@@ -185,7 +185,7 @@ def _lend(tensor: Any, lies: Layout, dst: Layout | None = None) -> torch.Tensor:
         source, wrapper = tensor, type(tensor) if _is_foreign(tensor) else None
         with without_torch_function():
             node: Any = tensor.grad_fn
-        # A move goes back from where the gradient lies, which here is as large as its result.
+        # Such a node takes a DTensor that lies anywhere; grad_placements keep the local shape.
         if dst is None and hasattr(node, "takes_pending"):
             back, wrapper = (lies, lies), type(tensor)
     return Lend.apply(source, tensor._local, (src, dst or src), back, wrapper)  # type: ignore[return-value]

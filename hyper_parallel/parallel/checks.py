@@ -21,6 +21,7 @@ __all__ = [
     "is_watched",
     "keep_out_of_compile",
     "local_shard",
+    "lost_parameter",
     "refuse_other_mesh",
     "relocate",
 ]
@@ -35,6 +36,16 @@ def relocate(error: HyperParallelError, where: str) -> NoReturn:
         text = text.removeprefix(f"{inner}: ")
     error.args = (f"{where}: {text}", *error.args[1:])
     raise error
+
+
+def lost_parameter(where: str, error: KeyError | AttributeError) -> PlanError:
+    """Give the error of a module that lost a parameter, to a parametrization for example."""
+    return PlanError(
+        where,
+        "the module must keep the parameters that the style made",
+        "Parametrize the module by hand, or leave it out of the plan",
+        missing=str(error),
+    )
 
 
 def local_shard(param: torch.Tensor, where: str) -> torch.Tensor:

@@ -23,8 +23,12 @@ from hyper_parallel.core import Layout, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.interop import with_layout_of
 from hyper_parallel.dtensor.moves import move, refuse_create_graph
-from hyper_parallel.errors import PlanError
-from hyper_parallel.parallel.checks import is_watched, keep_out_of_compile, local_shard
+from hyper_parallel.parallel.checks import (
+    is_watched,
+    keep_out_of_compile,
+    local_shard,
+    lost_parameter,
+)
 from hyper_parallel.parallel.fused import Fusing
 from hyper_parallel.parallel.linear_moves import LinearEdge, Moves
 from hyper_parallel.runtime import DeviceMesh
@@ -55,7 +59,7 @@ class LinearForward(LinearEdge):
         try:
             weight, bias = params["weight"], params["bias"]
         except KeyError as name:
-            raise self._missing(name) from None
+            raise lost_parameter(self.where, name) from None
         moves = self._simple
         if moves is None or type(input) is not torch.Tensor:
             if isinstance(input, DTensor):
@@ -71,15 +75,6 @@ class LinearForward(LinearEdge):
                 self.moves(input)  # says what is wrong with a shape, in terms of the plan
             raise
         return y if self.use_local_output else DTensor(y, _required(moves.y_layout))
-
-    def _missing(self, name: KeyError) -> PlanError:
-        """Give the error of a module that lost a parameter, to a parametrization for example."""
-        return PlanError(
-            self.where,
-            "the module must keep the parameters that the style made",
-            "Parametrize the module by hand, or leave it out of the plan",
-            missing=str(name),
-        )
 
     def compute(
         self, x: torch.Tensor, weight: Any, bias: Any, moves: Moves, fusing: Fusing | None
@@ -148,7 +143,7 @@ class _FusedLinear(torch.autograd.Function):
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.save_for_backward(used if need_w else None, w if need_x else None)
         ctx.edge, ctx.moves, ctx.weight, ctx.bias, ctx.dtype = edge, moves, weight, bias, w.dtype
-        ctx.x_dtype, ctx.takes_plain = x.dtype, True
+        ctx.x_dtype, ctx.takes_pending = x.dtype, True
         ctx.fusing = fusing
         return y if edge.use_local_output else DTensor(y, _required(moves.y_layout))
 

@@ -232,10 +232,7 @@ def _read_logits(
     plain = all(isinstance(layout.placements[axis], Shard) for axis in cut)
     if not plain or mesh.get_coordinate() is None:
         return None
-    settled = replace(
-        layout,
-        placements=tuple(Replicate() if p.is_partial() else p for p in layout.placements),
-    )
+    settled = layout.cotangent
     if settled != layout:
         logits = redistributed(logits, settled)
     held = settled.intervals(mesh.get_rank())[dim]

@@ -11,7 +11,7 @@ from hyper_parallel.core import Partial, Placement, Replicate, Shard
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.dtensor.read import read_placement
 from hyper_parallel.errors import PlanError
-from hyper_parallel.parallel.checks import local_shard, refuse_other_mesh
+from hyper_parallel.parallel.checks import local_shard, lost_parameter, refuse_other_mesh
 from hyper_parallel.parallel.edge import MovingStyle
 from hyper_parallel.parallel.linear import LinearForward
 from hyper_parallel.runtime import DeviceMesh
@@ -160,7 +160,10 @@ class _CutStyle(MovingStyle):
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the first argument to where the module needs it, as a DTensor."""
-        local_shard(module.weight, self.where())  # type: ignore[arg-type]
+        try:
+            local_shard(module.weight, self.where())  # type: ignore[arg-type]
+        except AttributeError as error:
+            raise lost_parameter(self.where(), error) from None
         if not args and "input" in kwargs:
             kwargs = dict(kwargs)
             args = (kwargs.pop("input"),)

@@ -387,17 +387,19 @@ def restore_mesh(
     Raises:
         LayoutError: there is none.
     """
-    given = AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=names)
-    equal = DeviceMesh.attached(given, backend_for(device_type), ())
-    found = [mesh for mesh in _live.values() if mesh == equal and mesh is not equal]
-    if not found:
-        raise LayoutError(
-            "DeviceMesh",
-            "a pickled mesh must have an equal one in the process that loads it",
-            "Make the mesh first, with init_device_mesh, and slice it as before",
-            mesh=given,
-        )
-    return found[-1]
+    backend = backend_for(device_type)
+    rank = _rank_of(backend)
+    for mesh in reversed(list(_live.values())):
+        is_here = mesh.backend is backend and (rank is None or mesh.get_rank() == rank)
+        facts = (mesh.device_type, mesh.shape, mesh.ranks, mesh.mesh_dim_names)
+        if is_here and facts == (device_type, shape, ranks, names):
+            return mesh
+    raise LayoutError(
+        "DeviceMesh",
+        "a pickled mesh must have an equal one in the process that loads it",
+        "Make the mesh first, with init_device_mesh, and slice it as before",
+        mesh=AbstractMesh(device_type, shape, ranks=ranks, mesh_dim_names=names),
+    )
 
 
 def init_device_mesh(

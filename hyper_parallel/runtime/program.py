@@ -2,8 +2,8 @@
 """Program: a plan worked out for this rank, to be run whole or with its last collective in flight.
 
 [Note: programs] What a step does on this rank (its group, counts, positions, whether it pads)
-follows from the plan, so it is worked out once, at the plan's first run on a mesh; later runs call
-the result.
+follows from the plan, so it is worked out once on a mesh, when it is first asked for by the plan or
+by its two layouts; runs call the result.
 """
 
 from __future__ import annotations

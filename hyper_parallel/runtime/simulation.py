@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -181,11 +182,12 @@ def simulate(
 
 def _load_world(world_size: int, device_type: str | None) -> SimulatedWorld:
     try:
-        return load_backend(_TARGET, world_size, device_type)
+        importlib.import_module("torch")
     except ImportError as error:
         raise BackendError(
             "simulate", "torch must be importable", f"Install torch ({error})"
         ) from error
+    return load_backend(_TARGET, world_size, device_type)
 
 
 def _first_error(outcomes: list[Outcome]) -> int | None:

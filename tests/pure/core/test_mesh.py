@@ -196,3 +196,10 @@ def test_rank_at_refuses_a_coordinate_outside_the_shape(coordinate):
 def test_layout_errors_are_value_errors_and_ours():
     assert issubclass(LayoutError, ValueError)
     assert issubclass(LayoutError, HyperParallelError)
+
+
+@pytest.mark.parametrize("name", ["device_type", "shape", "ranks", "mesh_dim_names"])
+def test_what_a_mesh_is_cannot_be_changed(name):
+    mesh = AbstractMesh("cpu", (2, 2))
+    with pytest.raises(AttributeError, match=f"AbstractMesh.{name} cannot be changed"):
+        setattr(mesh, name, None)

@@ -396,3 +396,44 @@ def test_saved_tensor_hooks_of_the_user_see_local_tensors():
     same(x.grad, 2 * whole)
     assert packed
     assert not any(isinstance(t, DTensor) for t in packed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placements": [Partial("avg")]},
+        {"placements": [Partial("max")], "retain": True},
+        {"placements": [Replicate()], "grad_placements": [Replicate()]},
+    ],
+    ids=str,
+)
+def test_backward_twice_through_one_from_local(options):
+    options = dict(options)
+    retain = options.pop("retain", False)
+
+    @simulate(2)
+    def gradients():
+        x = torch.ones(4, 4, requires_grad=True)
+        d = DTensor.from_local(x, line(2), **options)
+        d.sum().full_tensor().backward(retain_graph=retain)
+        once = x.grad.clone()
+        (d * 3).sum().full_tensor().backward()
+        assert torch.equal(x.grad, 4 * once)
+        return once.unique().tolist()
+
+    assert gradients()[0] == ([1.0] if "grad_placements" in options else [0.5])
+
+
+@pytest.mark.parametrize("op", ["max", "product"])
+@simulate(2)
+def test_checkpoint_over_from_local_of_a_pending_extreme(op):
+    mesh, x = line(2), torch.arange(20.0).view(4, 5).t().requires_grad_()
+
+    def moved(local):
+        pending = DTensor.from_local(local, mesh, [Partial(op)])
+        return (pending.redistribute(mesh, [Replicate()]).to_local() ** 2).sum()
+
+    (plain,) = torch.autograd.grad(moved(x), x)  # of a tensor that is not contiguous
+    (again,) = torch.autograd.grad(checkpoint(moved, x, use_reentrant=False), x)
+    assert torch.equal(plain, again)
+    assert torch.equal(plain, x.detach() if op == "max" else 2 * x.detach() ** 3)

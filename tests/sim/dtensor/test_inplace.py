@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Partial, Replicate, Shard, simulate, strict_rules
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor import lists
 from hyper_parallel.errors import LayoutError, RuleError
 from support.device import DEVICE, DTYPE
@@ -562,3 +563,24 @@ def test_infinite_gradient_on_one_rank_is_found_on_all():
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
     assert found.item() == 1.0
     same(grads[0], torch.tensor([0.5, float("inf")]))
+
+
+@simulate(4)
+def test_a_target_whose_axes_nest_in_another_order():
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    whole = seeded(8)
+    plain = laid(whole, mesh, Shard(0), Shard(0))
+    swapped = Layout(mesh, (Shard(0), Shard(0)), (8,), (1, 0))
+    part = whole[swapped.slices(mesh.get_rank())]
+    for change in (torch.Tensor.copy_, torch.Tensor.add_):
+        target = DTensor(torch.zeros_like(part), swapped)
+        change(target, plain)
+        assert torch.equal(target.to_local(), part)
+
+
+@simulate(4)
+def test_operands_on_a_mesh_of_other_axes_are_refused():
+    x = laid(seeded(8), DeviceMesh("cpu", [[0, 1], [2, 3]]), Shard(0), Replicate())
+    y = laid(seeded(8), line(4), Shard(0))
+    with pytest.raises(LayoutError, match=r"DTensor op 'add_?'.*operands must be on one mesh"):
+        x.add_(y)

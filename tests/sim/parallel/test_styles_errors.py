@@ -202,3 +202,11 @@ def test_a_dtensor_on_another_mesh_is_refused_by_name():
         layer = ColwiseParallel().apply(module, mesh["tp"])
         with pytest.raises(LayoutError, match="ColwiseParallel: a DTensor input must be on the"):
             layer(given)
+
+
+@simulate(2)
+def test_an_embedding_without_its_weight_is_refused_at_use():
+    layer = ColwiseParallel().apply(nn.Embedding(4, 4), mesh_of(2))
+    del layer._parameters["weight"]
+    with pytest.raises(PlanError, match=r"must keep the parameters .*missing=.*weight"):
+        layer(torch.zeros(2, dtype=torch.long))

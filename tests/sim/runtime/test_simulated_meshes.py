@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes, submeshes and groups on the simulated backend."""
 
+import gc
+import pickle
+
 import pytest
 import torch
 
@@ -104,3 +107,17 @@ def test_a_mesh_of_the_framework_is_refused():
             distribute_tensor(torch.ones(2), other)
 
     simulate(2).run(run)
+
+
+@simulate(2)
+def test_a_pickled_mesh_without_an_equal_one_is_refused_each_time():
+    mesh = DeviceMesh("cpu", [1, 0])
+    data = pickle.dumps(mesh)
+    assert pickle.loads(data) is mesh
+    del mesh
+    gc.collect()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="a pickled mesh must have an equal one") as caught:
+            pickle.loads(data)
+        errors.append(caught.value)  # what it keeps alive is no mesh to be found
