@@ -90,7 +90,9 @@ def run(cls: type[Any], func: Any, name: str, args: tuple[Any, ...], kwargs: dic
         return target
     if name == "__setitem__":
         return setitem.run(cls, target, *others)
-    if not (is_recorded or (is_pointwise(base) and _runs_on_parts(cls, base, target, operands))):
+    if not (
+        is_recorded or (is_pointwise(base) and _runs_on_parts(cls, where, base, target, operands))
+    ):
         return _by_way_of_result(cls, func, name, args, kwargs)
     if not is_recorded and target._layout.mesh.get_coordinate() is None:
         return target
@@ -114,7 +116,9 @@ def _is_scaled(cls: type[Any], target: Any, operands: Sequence[Any]) -> bool:
     )
 
 
-def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, ...]) -> bool:
+def _runs_on_parts(
+    cls: type[Any], where: str, base: str, target: Any, operands: tuple[Any, ...]
+) -> bool:
     """Tell whether an element-wise op may run on the target's local part."""
     if not isinstance(target, cls):
         return False  # several results
@@ -125,7 +129,7 @@ def _runs_on_parts(cls: type[Any], base: str, target: Any, operands: tuple[Any, 
     for lies in others:
         if lies is layout:
             continue
-        refuse_other_meshes(f"DTensor op {base!r}", (layout.mesh, lies.mesh))
+        refuse_other_meshes(where, (layout.mesh, lies.mesh))
         if _broadcast(lies, layout) is None:
             return False
     return True

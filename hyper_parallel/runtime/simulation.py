@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from hyper_parallel.errors import BackendError
 from hyper_parallel.runtime.baton import Baton, Outcome, Released, current_rank
 from hyper_parallel.runtime.interface import Backend
-from hyper_parallel.runtime.registry import load_backend, override_backend
+from hyper_parallel.runtime.registry import override_backend
 
 __all__ = ["SimulatedWorld", "Simulation", "current_rank", "simulate"]
 
@@ -181,13 +181,14 @@ def simulate(
 
 
 def _load_world(world_size: int, device_type: str | None) -> SimulatedWorld:
+    module, _, name = _TARGET.partition(":")
     try:
-        importlib.import_module("torch")
+        made = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise BackendError(
             "simulate", "torch must be importable", f"Install torch ({error})"
         ) from error
-    return load_backend(_TARGET, world_size, device_type)
+    return made(world_size, device_type)
 
 
 def _first_error(outcomes: list[Outcome]) -> int | None:
