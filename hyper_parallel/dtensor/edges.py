@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core import Layout, Partial
+from hyper_parallel.core import Layout
 from hyper_parallel.dtensor.local_op import graph_part
 from hyper_parallel.dtensor.moves import arrived, move, refuse_create_graph
 from hyper_parallel.dtensor.read import read_placements
@@ -125,28 +125,26 @@ def handed_out(tensor: Any, grad_layout: Layout | None) -> torch.Tensor:
 def _count(layout: Layout) -> int | None:
     """Give what pending averages divide by; None for a pending max, min or product."""
     count = 1
-    for size, placement in zip(layout.mesh.shape, layout.placements, strict=True):
-        if size > 1 and isinstance(placement, Partial) and placement.reduce_op != "sum":
-            if placement.reduce_op != "avg":
-                return None
+    for size, op in zip(layout.mesh.shape, layout.pending, strict=True):
+        if op == "avg":
             count *= size
+        elif op not in (None, "sum"):
+            return None
     return count
 
 
 def _share(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Give d(reduced)/d(local) of a pending max, min (ties share equally) or product."""
     mesh: Any = layout.mesh
-    axes = [i for i, p in enumerate(layout.placements) if p.is_partial() and mesh.shape[i] > 1]
-    if any(layout.placements[axis].is_partial("product") for axis in axes):
-        return _others_product(local, mesh, axes)
+    ops = {axis: op for axis, op in enumerate(layout.pending) if op}
+    if "product" in ops.values():
+        return _others_product(local, mesh, list(ops))
     result = local
-    for axis in axes:
-        placement = layout.placements[axis]
-        assert isinstance(placement, Partial)  # noqa: S101
-        result = reduce(mesh, axis, result.clone(), placement.reduce_op)
+    for axis, op in ops.items():
+        result = reduce(mesh, axis, result.clone(), op)
     hit = (local == result).to(local.dtype)
     count = hit
-    for axis in axes:
+    for axis in ops:
         count = reduce(mesh, axis, count.clone(), "sum")
     return hit / count
 

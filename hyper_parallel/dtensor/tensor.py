@@ -94,10 +94,7 @@ class DTensor(torch.Tensor):
         self = torch.Tensor._make_subclass(cls, local, requires_grad)
         self._local = local
         # One object for equal layouts: calls are known by it; see [Note: known calls] in known.py.
-        if layout.order:
-            self._layout = layout.mesh.layouts.setdefault(layout, layout)
-        else:
-            self._layout = Layout.of(layout.mesh, layout.placements, layout.shape)
+        self._layout = Layout.of(layout.mesh, layout.placements, layout.shape, layout.order)
         return self
 
     def __init__(self, local: torch.Tensor, layout: Layout, *, requires_grad: bool = False):

@@ -58,7 +58,8 @@ def execute(plan: Plan, local: Array, mesh: DeviceMesh) -> Array:
     """
     if not plan.steps:
         return local
-    return _program(plan, id(plan), mesh).run(local)
+    found = mesh.programs.get(id(plan)) or _program(plan, id(plan), mesh)
+    return found.run(local)
 
 
 def program(src: Layout, dst: Layout) -> Program:
@@ -77,9 +78,7 @@ def program(src: Layout, dst: Layout) -> Program:
 
 
 def _program(plan: Plan, key: Any, mesh: DeviceMesh) -> Program:
-    """Work a plan out for this rank, if that was not done; see [Note: programs] in program.py."""
-    if key in mesh.programs:
-        return mesh.programs[key]
+    """Work a plan out for this rank; see [Note: programs] in program.py."""
     steps = [(step, _mesh_of(step, mesh)) for step in plan.steps]
     parts = tuple(_part(step, on) for step, on in steps if _takes_part(step, on))
     if len(mesh.programs) >= _MOST_PROGRAMS:
